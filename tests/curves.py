@@ -22,7 +22,6 @@ MACHINE = "system/"
 
 
 def curve(run_dir: Path, name: str) -> dict[int, float]:
-    """A metric of a run by step."""
     return {line["step"]: line[name] for line in read_metrics(run_dir) if name in line}
 
 

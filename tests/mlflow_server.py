@@ -25,7 +25,6 @@ class MlflowServer:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it and wait until it responds."""
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
         command += ["--workers", "1", "--port", str(self.port)]
         command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
@@ -45,7 +44,6 @@ class MlflowServer:
         return answers(f"{self.url}/health")
 
     def kill(self) -> None:
-        """Kill it and its workers with SIGKILL."""
         root = psutil.Process(self._process.pid)
         workers = root.children(recursive=True)
         for process in [root, *workers]:

@@ -109,9 +109,8 @@ class RayCluster:
         found: list[psutil.Process] = []
 
         def is_held() -> bool:
-            found[:] = [
-                each for each in _workers(node) if (self._site / f"held-{each.pid}").exists()
-            ]
+            workers = _workers(node)
+            found[:] = [each for each in workers if (self._site / f"held-{each.pid}").exists()]
             return found != []
 
         eventually(is_held, "a worker in a partition")
@@ -181,6 +180,5 @@ def _pid(node: Any, kind: str) -> int:
 
 
 def _workers(node: Any, task: str = TASK) -> list[psutil.Process]:
-    return [
-        each for each in _raylet(node).children(recursive=True) if task in " ".join(words_of(each))
-    ]
+    started = _raylet(node).children(recursive=True)
+    return [each for each in started if task in " ".join(words_of(each))]

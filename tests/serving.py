@@ -41,7 +41,6 @@ class Server:
     url: str
 
     def deployment(self, name: str) -> dict[str, Any]:
-        """A deployment of the project."""
         return dict(api(self.url, f"deployments/name/{name}/{name}", "GET"))
 
     def create(self, deployment: str, *, checked: bool = True, **parameters: Any) -> str:
@@ -54,23 +53,17 @@ class Server:
         return str(api(self.url, path, **asked)["id"])
 
     def read(self, flow_run: str) -> dict[str, Any]:
-        """A flow run as the server knows it."""
         return dict(api(self.url, f"flow_runs/{flow_run}", "GET"))
 
     def state(self, flow_run: str) -> dict[str, Any]:
-        """The state of a flow run."""
         return dict(self.read(flow_run)["state"])
 
-    def wait_for_state(self, flow_run: str, name: str) -> dict[str, Any]:
-        """Wait until the state is `name` and return it."""
+    def wait_for_state(self, flow_run: str, name: str) -> None:
         eventually(
             lambda: self.state(flow_run)["name"] == name,
-            lambda: (
-                f"{name}, not {self.state(flow_run)}\n" + "\n".join(self.log_of(flow_run)[-30:])
-            ),
+            lambda: "\n".join([name, str(self.state(flow_run)), *self.log_of(flow_run)[-30:]]),
             WHOLE,
         )
-        return self.state(flow_run)
 
     def log_of(self, flow_run: str, level: int = 0) -> list[str]:
         """What a flow run has logged, at this level or above."""
@@ -85,7 +78,6 @@ class Server:
         return lines
 
     def wait_for_log(self, flow_run: str, text: str, seconds: float = PATIENCE) -> None:
-        """Wait until a flow run has logged `text`."""
         eventually(
             lambda: any(text in line for line in self.log_of(flow_run)),
             lambda: f"{text!r} in {self.log_of(flow_run)[-30:]}",
@@ -98,11 +90,8 @@ class Server:
         Prefect makes artifacts without a key of results.
         """
         wanted = {"flow_run_id": {"any_": [flow_run]}}
-        found = [
-            each
-            for each in api(self.url, "artifacts/filter", artifacts=wanted)
-            if each["key"] is not None
-        ]
+        every = api(self.url, "artifacts/filter", artifacts=wanted)
+        found = [each for each in every if each["key"] is not None]
         by_key = {each["key"]: each["data"] for each in found}
         assert len(by_key) == len(found), [each["key"] for each in found]
         return by_key
@@ -114,7 +103,6 @@ class Server:
         return {each["name"].split()[0]: each for each in found}
 
     def parts(self, flow_run: str) -> list[dict[str, Any]]:
-        """The flow runs that are parts of a flow run."""
         wanted = {"parent_flow_run_id": {"any_": [flow_run]}}
         return list(api(self.url, "flow_runs/filter", flow_runs=wanted))
 
@@ -131,15 +119,12 @@ class Server:
         self.set_state(flow_run, "PAUSED", "Suspended", state_details=details)
 
     def resume(self, flow_run: str) -> None:
-        """The *Resume* button."""
         assert api(self.url, f"flow_runs/{flow_run}/resume")["status"] == "ACCEPT"
 
     def cancel(self, flow_run: str) -> None:
-        """The *Cancel* button."""
         self.set_state(flow_run, "CANCELLING", "Cancelling")
 
     def retry(self, flow_run: str) -> None:
-        """The *Retry* button."""
         self.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
 
 
@@ -165,7 +150,6 @@ class Serving(Server):
         return alive(found)
 
     def wait_for_end_of(self, word: str) -> None:
-        """Wait until there is no such process."""
         eventually(lambda: not self.processes(word), f"the end of {word}")
 
     def kill(self, word: str) -> psutil.Process:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from commands import WHOLE, Environment, eventually, kill, run
+from commands import WHOLE, Environment, eventually, kill, run, succeed
 from ports import free_port
 
 NODES = ("n1", "n2", "n3")
@@ -56,25 +56,18 @@ class Cluster:
     daemons: dict[str, subprocess.Popen[bytes]]
 
     def command(self, *words: str | Path) -> str:
-        """What a Slurm command prints."""
-        done = run([str(word) for word in words], self.env, cwd=self.folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return succeed([*map(str, words)], self.env, cwd=self.folder).stdout
 
     def is_idle(self) -> bool:
-        """Whether all nodes are up and have nothing to do."""
         done = run(["sinfo", "--noheader", "--partition=low", "--format=%D %t"], self.env)
         return done.stdout.strip() == f"{len(NODES)} idle"
 
     def submit(self, *words: str | Path, **env: str) -> str:
         """Submit a job; returns its number. Its output is in `<number>.out`."""
         command = ["sbatch", "--parsable", "--output=%j.out", *map(str, words)]
-        done = run(command, {**self.env, **env}, cwd=self.folder)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return succeed(command, {**self.env, **env}, cwd=self.folder).stdout.strip()
 
     def output(self, job: str) -> str:
-        """What a job has printed so far."""
         path = self.folder / f"{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -84,7 +77,6 @@ class Cluster:
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
     def wait_for(self, job: str, state: str) -> None:
-        """Wait until a job is in a state."""
         eventually(
             lambda: self.field(job, "JobState") == state,
             lambda: f"{state}, not {self.field(job, 'JobState')}:\n{self.output(job)}",
@@ -92,10 +84,7 @@ class Cluster:
         )
 
     def wait_for_output(self, job: str, text: str) -> None:
-        """Wait until a job has printed `text`."""
-        eventually(
-            lambda: text in self.output(job), lambda: f"{text!r} in\n{self.output(job)}", WHOLE
-        )
+        eventually(lambda: text in self.output(job), lambda: self.output(job), WHOLE)
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """The processes that Slurm started on a node, or on all; its daemons last."""

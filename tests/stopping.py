@@ -98,6 +98,15 @@ class Halt:
         for rank in self.ranks():
             rank.resume()
 
+    def resume_told(self) -> None:
+        """Let the halted ranks go on, all of which are sent SIGTERM."""
+        from commands import eventually
+
+        ranks = self.ranks()
+        assert ranks
+        eventually(lambda: all(is_pending(rank, signal.SIGTERM) for rank in ranks), "SIGTERM")
+        self.resume()
+
 
 def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
     """Whether a signal is pending for a stopped process."""

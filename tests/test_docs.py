@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from commands import Environment, run, tiny, write_settings, write_texts
+from commands import Environment, succeed, tiny, write_settings, write_texts
 from llamas import write_llama
 
 from flows.cli import app
@@ -43,7 +43,6 @@ def _prose(page: Path) -> str:
 
 
 def _simple_commands(line: str) -> Iterator[list[str]]:
-    """The commands of a shell line, without redirections."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words: list[str] = []
@@ -98,9 +97,8 @@ def test_a_command_parses_and_its_settings_load(
         (tmp_path / folder).mkdir()
         for kind in ("txt", "jsonl"):
             (tmp_path / folder / f"0.{kind}").write_text("{}")
-    name, given = _parse(
-        [re.sub(r"/(?=(texts|chats)/)", f"{tmp_path}/", each) for each in arguments]
-    )
+    here = [re.sub(r"/(?=(texts|chats)/)", f"{tmp_path}/", each) for each in arguments]
+    name, given = _parse(here)
     if "overrides" not in given:
         words = [word for word in given.get("arguments") or () if "=" in word]
         load_config(overrides=words)
@@ -114,9 +112,7 @@ def test_a_command_parses_and_its_settings_load(
 
 def test_there_are_commands_of_every_kind() -> None:
     named = {parameter.values[0][0] for parameter in COMMANDS}
-    assert named == {
-        command.name or command.callback.__name__ for command in app.registered_commands
-    }
+    assert named == {each.name or each.callback.__name__ for each in app.registered_commands}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -193,15 +189,11 @@ class Reader:
 
     @property
     def dataset(self) -> Path:
-        """The folder of their dataset."""
         (found,) = (self.folder / "outputs" / "datasets").glob("mine-*")
         return found
 
     def type(self, line: str) -> None:
-        """Type a line, which must succeed."""
-        done = run(["bash", "-ec", line], self.env, cwd=self.folder)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        assert "Traceback" not in done.stderr, line
+        succeed(["bash", "-ec", line], self.env, cwd=self.folder)
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import PATIENCE, WHOLE, Environment, eventually
-from stopping import Halt, is_pending
+from commands import PATIENCE, Environment, Running, eventually
+from stopping import Halt
 
 pytestmark = pytest.mark.story
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "first-model.md"
@@ -43,7 +42,6 @@ class Step(NamedTuple):
 
 
 def steps() -> Iterator[Step]:
-    """The commands of the page, in order."""
     for language, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         if language == "sh":
             yield Step(text, None)
@@ -70,7 +68,6 @@ def pattern(shown: str) -> str:
 
 
 def shortened(command: str) -> str:
-    """The command, with what makes its training shorter."""
     for words, replacement in SHORTER.items():
         command = command.replace(words, replacement)
     return command
@@ -86,44 +83,35 @@ class Terminal:
 
     def type(self, step: Step) -> None:
         """Type a command, and compare what it prints and its status with what is shown."""
-        log = self.folder.parent / "terminal.log"
         before, interrupt, _ = (step.shown or "").partition(INTERRUPT)
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                ["bash", "-ec", shortened(step.command)],
-                cwd=self.folder,
-                env=self.env | (self.halt.environment if interrupt else {}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command = ["bash", "-ec", shortened(step.command)]
+        env = self.env | (self.halt.environment if interrupt else {})
+        options = {"cwd": self.folder, "start_new_session": True}
+        typed = Running(command, self.folder.parent / "terminal.log", env, **options)
         try:
             if interrupt:
-                self._interrupt(before, log, process)
-            status = process.wait(WHOLE)
+                self._interrupt(before, typed)
+            status = typed.wait()
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        printed = log.read_text(encoding="utf-8")
+            typed.end()
         fails = re.search(r"^error: .*\n\Z", step.shown or "", re.MULTILINE)
-        assert status == (130 if interrupt else 2 if fails else 0), f"{step.command}{printed}"
-        assert "Traceback" not in printed, printed
+        expected = 130 if interrupt else 2 if fails else 0
+        assert status == expected, f"{step.command}{typed.output}"
+        assert "Traceback" not in typed.output, typed.output
         if step.shown is not None:
             shown = step.shown.replace(INTERRUPT, "")
-            assert re.fullmatch(pattern(shown), masked(printed)), f"{step.command}{printed}"
+            matches = re.fullmatch(pattern(shown), masked(typed.output))
+            assert matches, f"{step.command}{typed.output}"
 
-    def _interrupt(self, shown: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    def _interrupt(self, shown: str, typed: Running) -> None:
         def is_printed() -> bool:
-            printed = log.read_text(encoding="utf-8")
-            assert process.poll() is None, printed
-            return re.match(pattern(shown), masked(printed)) is not None
+            assert typed.process.poll() is None, typed.output
+            return re.match(pattern(shown), masked(typed.output)) is not None
 
-        eventually(is_printed, lambda: f"{shown}in\n{log.read_text(encoding='utf-8')}")
-        (trainer,) = self.halt.wait()
-        os.killpg(process.pid, signal.SIGINT)
-        eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
-        self.halt.resume()
+        eventually(is_printed, lambda: f"{shown}in\n{typed.output}")
+        self.halt.wait()
+        os.killpg(typed.process.pid, signal.SIGINT)
+        self.halt.resume_told()
 
 
 @pytest.fixture

@@ -48,10 +48,7 @@ def last_line(printed: str) -> dict[str, Any]:
 @pytest.mark.story
 @pytest.mark.parametrize("name", TINY)
 def test_it_ends_with_a_line_of_json(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    name: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     options = shlex.split(TINY[name].format(folder=tmp_path))
     if name in APART:

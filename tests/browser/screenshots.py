@@ -73,7 +73,6 @@ def train(prefect: Prefect, serving: Serving) -> str:
 
 
 def photograph_run(prefect: Prefect, flow_run: str) -> None:
-    """The chart of both attempts, and the newest tasks."""
     prefect.open_run(flow_run)
     prefect.expect_state("Completed")
     expect(prefect.page.locator("main canvas")).to_be_visible()
@@ -99,7 +98,6 @@ def photograph_curves(page: Page, address: str, run: str) -> None:
 
 
 def main() -> None:
-    """Draw all of them."""
     # Ignored, as a shell does in the background, it would not stop `infini serve` either.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:

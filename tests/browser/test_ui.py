@@ -4,7 +4,6 @@ What the buttons mean is tested in `tests/tasks` and `tests/e2e/test_serve.py`.
 """
 
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import pytest
 from commands import PATIENCE, Environment, api, eventually, tiny, write_texts
 from playwright.sync_api import Browser, Page, expect
 from serving import ENGINE, TRAINER, Serving, launcher
-from stopping import Halt, is_pending
+from stopping import Halt
 from ui import Prefect, chromium, new_page
 
-from flows.serving.reconcile import WORKER_MESSAGE
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.run_status import saved_step
 
@@ -25,7 +23,6 @@ pytestmark = pytest.mark.story
 # Not session-scoped: Playwright's event loop would interfere with other tests in this process.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium."""
     with chromium() as browser:
         yield browser
 
@@ -77,7 +74,6 @@ def serving(
 
 @pytest.fixture
 def prefect(page: Page, serving: Serving) -> Prefect:
-    """Prefect's UI on that page."""
     return Prefect(page, serving.url.removesuffix("/api") + "/v2")
 
 
@@ -112,10 +108,9 @@ def test_a_training_from_the_form_is_retried_and_resumed_to_its_report_and_its_p
 
     prefect.press("Retry", confirmed_by="Retry")
     serving.wait_for_log(flow_run, f"Resuming from: {checkpoint}")
-    (trainer,) = halt.wait()
+    halt.wait()
     prefect.press("Pause", confirmed_by="Pause Flow Run")
-    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
-    halt.resume()
+    halt.resume_told()
     prefect.expect_state("Suspended")
     serving.wait_for_end_of(ENGINE)
     assert f"step {saved_step(run_dir)} is saved" in serving.state(flow_run)["message"]
@@ -161,20 +156,3 @@ def look_at_mlflow(page: Page, address: str, name: str, flow_run: str) -> None:
     page.get_by_role("tab", name="Overview").click()
     model.click()
     expect(page.get_by_text("Ready", exact=True).first).to_be_visible()
-
-
-def test_a_cancelled_training_says_what_is_saved_whatever_the_worker_says(
-    prefect: Prefect, serving: Serving, halt: Halt
-) -> None:
-    flow_run = serving.create("pipeline", name="cancelled")
-    prefect.open_run(flow_run)
-    (trainer,) = halt.wait()
-    prefect.press("Cancel", confirmed_by="Cancel Flow Run")
-    eventually(lambda: is_pending(trainer, signal.SIGTERM), "SIGTERM")
-    halt.resume()
-    prefect.expect_state("Cancelled")
-    serving.wait_for_end_of(ENGINE)
-    # As the worker does if it notices the cancellation before the engine has ended.
-    serving.set_state(flow_run, "CANCELLED", "Cancelled", message=WORKER_MESSAGE)
-    message = f"Cancelled; step {saved_step(serving.output / 'runs' / 'cancelled')} is saved"
-    eventually(lambda: serving.state(flow_run)["message"] == message, "the message")

@@ -17,7 +17,6 @@ PATIENCE_MS = PATIENCE * 1000
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Debian's Chromium."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path="/usr/bin/chromium",
@@ -56,7 +55,6 @@ class Prefect:
         expect(self.page.locator("form .cm-content").last).to_be_visible()
 
     def field(self, title: str) -> Locator:
-        """The input under a title of the form."""
         return self.page.get_by_label(re.compile(rf"^(Select )?{title}( \(Optional\))?$"))
 
     def press_submit(self) -> None:
@@ -72,7 +70,6 @@ class Prefect:
         return flow_run
 
     def open_run(self, flow_run: str) -> None:
-        """The page of a flow run."""
         self.page.goto(f"{self.url}/runs/flow-run/{flow_run}")
 
     def expect_refusal(self, text: str) -> None:

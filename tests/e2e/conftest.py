@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Environment, Running, infini, run, tiny, write_settings, write_texts
+from commands import Environment, Running, infini, succeed, tiny, write_settings, write_texts
 from shared import once
-from trials import SETTINGS, Make, Start, Undisturbed
+from trials import SETTINGS, Make, Start
 
 from infini_model.config import merge
 
@@ -25,25 +25,19 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="session")
 def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory,
-    pipeline: Make,
-    session_environment: Environment,
-) -> Undisturbed:
-    """`infini run` from scratch, with a temporary server."""
+    tmp_path_factory: pytest.TempPathFactory, pipeline: Make, session_environment: Environment
+) -> Path:
+    """The folder of a run that `infini run` made from scratch, with a temporary server."""
 
     def make(root: Path) -> None:
         settings = write_settings(root / "settings.yaml", pipeline(root / "output"))
-        done = run(infini("run", "--config", settings), session_environment)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeed(infini("run", "--config", settings), session_environment)
 
-    root = once(tmp_path_factory, "undisturbed", make)
-    return Undisturbed(root / "output", root / "output" / "runs" / "run-1")
+    return once(tmp_path_factory, "undisturbed", make) / "output" / "runs" / "run-1"
 
 
 @pytest.fixture
 def start(background: Callable[..., Running], alone: Environment) -> Start:
-    """Start `infini` in the background."""
-
     def begin(*arguments: str | Path, env: Environment = alone) -> Running:
         return background(infini(*arguments), env)
 

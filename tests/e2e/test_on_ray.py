@@ -17,8 +17,8 @@ from commands import (
     eventually,
     flow_run,
     infini,
-    run,
     stage,
+    succeed,
     tiny,
     words_of,
     write_settings,
@@ -28,7 +28,7 @@ from curves import curve, repeatable, weights
 from ray_cluster import RayCluster
 from s3_server import S3Server
 from serving import Server
-from stopping import Halt, is_pending
+from stopping import Halt
 from trials import Make, Start
 
 from infini_model.config import load_config
@@ -75,7 +75,6 @@ def environment(
 
 @pytest.fixture(scope="module")
 def cluster(environment: Environment) -> Iterator[RayCluster]:
-    """Three nodes of one CPU each, and the head."""
     made = RayCluster(3, environment)
     yield made
     made.end()
@@ -83,7 +82,6 @@ def cluster(environment: Environment) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts for 18 partitions."""
     return write_texts(tmp_path_factory.mktemp("sources"), 60, words=30_000)
 
 
@@ -124,8 +122,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> dict[st
 
 @pytest.fixture
 def begin(background: Callable[..., Running], environment: Environment) -> Begin:
-    """Start the shard stage in the background."""
-
     def start(settings: Path) -> Running:
         listing = stage("download", settings)["listing"]
         words = ("shard", "--config", str(settings), "--listing", listing)
@@ -145,9 +141,8 @@ def test_a_flow_on_nodes_that_share_only_a_store_makes_the_bytes_of_the_local_en
 ) -> None:
     settings = on_ray(tmp_path / "output", sources, cluster)
     command = infini("preprocess", "--config", settings, f"run.data_dir={bucket}/data")
-    done = run(command, {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")})
+    done = succeed(command, {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")})
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output
     assert f"making 18 partitions on the Ray cluster at {cluster.address}" in output
     shown = Server(server).artifacts(flow_run(server, output)["id"])
     assert shown["shard-progress"] == 100.0
@@ -235,10 +230,7 @@ def test_another_version_of_the_package_or_of_ray_is_refused(
     (other / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.9.9'\n")
     report = stage(*words, env={**environment, "PYTHONPATH": f"{other}:{ROOT}"})
     python = ".".join(map(str, sys.version_info[:3]))
-    assert report["error"].endswith(
-        f"the cluster has Ray 2.60.0 and Python {python}, this machine Ray 2.9.9 and "
-        f"Python {python}"
-    )
+    assert report["error"].endswith(f", this machine Ray 2.9.9 and Python {python}")
 
 
 @pytest.fixture
@@ -294,15 +286,10 @@ def test_what_the_cluster_cannot_give_is_one_line(
 
 
 def test_a_lost_node_changes_no_bit(
-    cluster: RayCluster,
-    settings: Path,
-    start: Start,
-    environment: Environment,
-    halt_at: HaltAt,
+    cluster: RayCluster, settings: Path, start: Start, environment: Environment, halt_at: HaltAt
 ) -> None:
     local = infini("train", "--config", settings, "run.name=undisturbed", "launch.processes=2")
-    done = run(local, environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeed(local, environment)
     halt = halt_at(45)
     running = start(*training_on(cluster, settings, "2"), env=environment)
     halt.wait(2)
@@ -321,21 +308,14 @@ def test_a_lost_node_changes_no_bit(
 
 
 def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
-    cluster: RayCluster,
-    settings: Path,
-    start: Start,
-    environment: Environment,
-    halt_at: HaltAt,
+    cluster: RayCluster, settings: Path, start: Start, environment: Environment, halt_at: HaltAt
 ) -> None:
     command = training_on(cluster, settings, "1-3")
     halt = halt_at(25)
     running = start(*command, env=environment)
-    ranks = halt.wait(3)
+    halt.wait(3)
     running.process.send_signal(signal.SIGINT)
-    eventually(
-        lambda: all(is_pending(rank, signal.SIGTERM) for rank in ranks), "the signal at all ranks"
-    )
-    halt.resume()
+    halt.resume_told()
     assert running.wait() == 130, running.output
     assert "the same command resumes" in running.output
     eventually(lambda: not cluster.workers(LAUNCHER), "the end of the launchers")
@@ -344,9 +324,8 @@ def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     running = start(*command, env=environment)
     halt.wait(3)
     halt = halt_at(85)
-    (driver,) = (
-        child for child in running.tree() if "infini_model.training.launch.ray" in words_of(child)
-    )
+    name = "infini_model.training.launch.ray"
+    (driver,) = (child for child in running.tree() if name in words_of(child))
     driver.kill()
     running.wait_for("retry 1 of 2")
     halt.wait(3)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Environment, run
+from commands import Environment, succeed
 from serving import launcher
 
 pytestmark = pytest.mark.story
@@ -31,16 +31,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[st
     packages = Path(sysconfig.get_path("purelib", "venv", paths))
     # A line that is a path adds the folder, and not what its own .pth files add: this checkout.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    subprocess.run(
-        [place / "bin" / "python", "-m", "pip", "install", "--no-deps", wheel], check=True
-    )
+    install = [place / "bin" / "python", "-m", "pip", "install", "--no-deps"]
+    subprocess.run([*install, wheel], check=True)
     assert (packages / "flows").is_dir()
     return lambda *arguments: [str(place / "bin" / "infini"), *map(str, arguments)]
 
 
 def test_a_run(installed: Callable[..., list[str]], alone: Environment, tmp_path: Path) -> None:
-    done = run(installed("run", "--preset", "debug"), alone, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed(installed("run", "--preset", "debug"), alone, cwd=tmp_path)
     assert str(ROOT) not in done.stdout + done.stderr
     assert (tmp_path / "outputs" / "runs" / "debug-1" / "report.md").exists()
 
@@ -50,7 +48,6 @@ def test_the_servers_and_the_deployments(
 ) -> None:
     with launcher(tmp_path, alone, installed) as launch:
         serving = launch()
-        done = run(installed("deploy", "--output-dir", serving.output), alone, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeed(installed("deploy", "--output-dir", serving.output), alone, cwd=tmp_path)
         assert serving.deployment("pipeline")["pull_steps"] != []
         serving.stop()

@@ -1,7 +1,6 @@
 """Inputs of disturbed runs, and what they are compared by."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,7 @@ Start = Callable[..., Running]
 Make = Callable[..., dict[str, Any]]
 
 
-def shards(output: Path) -> dict[str, bytes]:
-    """Every shard of the datasets in an output folder."""
-    datasets = output / "datasets"
+def shards(run_dir: Path) -> dict[str, bytes]:
+    """Every shard of the datasets in the output folder of a run."""
+    datasets = run_dir.parents[1] / "datasets"
     return {str(p.relative_to(datasets)): p.read_bytes() for p in datasets.glob("tiny-*/*/*.arrow")}
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    """A finished run: its output folder and its run folder."""
-
-    output: Path
-    run_dir: Path

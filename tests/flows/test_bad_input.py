@@ -39,7 +39,7 @@ from commands import Environment, infini, infini_here, run, tiny, write_settings
         ("compare --sweep run.seed=0", "--sweep: no setting has several values"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(
+def test_a_mistake_is_told_at_once(
     alone: Environment, output: Path, words: str, named: str
 ) -> None:
     done = infini_here(*words.split(), f"run.output_dir={output}", env=alone, stdin=b"\xff")
@@ -52,14 +52,14 @@ def test_a_mistake_is_told_before_anything_starts(
 
 def test_the_command_line_is_read_without_any_large_library(alone: Environment) -> None:
     large = {"torch", "prefect", "mlflow", "pyarrow", "numpy", "obstore"}
-    code = f"import sys, flows.cli\nprint(sorted({large} & sys.modules.keys()))"
-    done = run([sys.executable, "-c", code], alone)
-    assert done.stdout == "[]\n", done.stdout + done.stderr
+    # Prefect reads the address of its server when it is imported.
+    others = "flows.terminal, flows.runs, flows.dataset_commands, flows.serving.serve"
+    code = f"import sys, flows.cli\nprint(sorted({large} & sys.modules.keys()))\nimport {others}"
+    done = run([sys.executable, "-c", f"{code}\nprint('prefect' in sys.modules)"], alone)
+    assert done.stdout == "[]\nFalse\n", done.stdout + done.stderr
 
 
-def test_an_unknown_run_is_told_without_importing_torch_or_prefect(
-    tmp_path: Path, alone: Environment
-) -> None:
+def test_an_unknown_run_is_told_without_large_libraries(tmp_path: Path, alone: Environment) -> None:
     commands = [
         ["compare", "here", "--sweep", "run.seed=0,1", "run.output_dir=nowhere"],
         ["generate", "--prompt", "x", "run.output_dir=nowhere"],
@@ -82,18 +82,13 @@ def test_an_unknown_run_is_told_without_importing_torch_or_prefect(
 
 
 def test_what_cannot_work_is_refused_before_anything_is_downloaded(
-    connected: Environment, text_files: Path, dataset: Path, tmp_path: Path, output: Path
+    connected: Environment, text_files: Path, tmp_path: Path, output: Path
 ) -> None:
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, output))
     too_large = ("model.hidden_size=65536", "model.num_hidden_layers=64")
-    for words, refusal in (
-        (("run", *too_large), "not enough memory"),
-        (("preprocess", "-d", dataset), f"run.data_dir: {dataset} is a finished dataset"),
-    ):
-        done = run(infini(words[0], "--config", settings, *words[1:]), connected)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert "Traceback" not in done.stdout + done.stderr
-        *_, last = done.stderr.splitlines()
-        assert last.startswith(f"error: {refusal}")
+    done = run(infini("run", "--config", settings, *too_large), connected)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: not enough memory")
     assert not (output / "raw").exists()
     assert not (output / "datasets").exists()

@@ -101,7 +101,7 @@ def test_limits_and_folders_that_are_wrong_have_a_remedy(
     assert "nvidia-smi" in found["NVML"]
 
 
-def test_the_memory_of_a_training_is_told_with_what_would_fit(
+def test_memory_is_told_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def found(*overrides: str, preset: str = "production", gpus: int = 0) -> doctor.Finding:

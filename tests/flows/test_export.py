@@ -34,6 +34,7 @@ from infini_model.training.train import train
 PROMPT = "a stone  under <|end_of_text|> the river"
 GIVEN = "given.json"
 TEMPLATE = "<{role}>{content}"
+GREEDY = ("--no-gpu", "--max-new-tokens=9", "--temperature=0")
 Trained = tuple[Manifest, Path]
 
 
@@ -41,19 +42,14 @@ def make_run(
     root: Path, output: str | Path, tokenizer: str, memory: str, *overrides: str
 ) -> Trained:
     """Train a model of a few steps; returns the dataset's manifest and the run folder."""
-    tree = tiny(
-        write_texts(root / "texts", 20),
-        output,
-        model={"memory": memory},
-        training={"max_steps": 2, "warmup_steps": 0},
-    )
+    training = {"max_steps": 2, "warmup_steps": 0}
+    texts = write_texts(root / "texts", 20)
+    tree = tiny(texts, output, model={"memory": memory}, training=training)
     tree["data"]["tokenizer"] = {"spec": tokenizer}
     config: Config = load_config(overrides=[tree, *overrides])
-    run, store = config.run, config.run.datasets_store
-    listing = download(config.data, run.output_dir)
-    manifest = build_dataset(
-        listing, config.data, run.output_dir, datasets_dir=run.datasets_dir, store=store
-    )
+    data, run, store = config.data, config.run, config.run.datasets_store
+    places = {"datasets_dir": run.datasets_dir, "store": store}
+    manifest = build_dataset(download(data, run.output_dir), data, run.output_dir, **places)
     folder = run.datasets_dir / manifest.folder_name
     address = None if store is None else f"{store}/{manifest.folder_name}"
     with claim_run(config, manifest.key, folder, address=address) as run_dir:
@@ -85,7 +81,6 @@ def reference_of(run_dir: Path) -> Reference:
 
 
 def done(*arguments: object, stdin: str | None = None) -> Result:
-    """A command that must succeed, in this process."""
     result = attempted(*arguments, stdin=stdin)
     assert result.exit_code == 0, (result.output, result.exception)
     return result
@@ -103,9 +98,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_transformers_opens_an_exported_model_without_memory(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_transformers_opens_an_export_without_memory(trained: Trained, tmp_path: Path) -> None:
     manifest, run_dir = trained
     folder = tmp_path / "exported to" / "here"
     said = done("export", "--to", folder, "--output-dir", run_dir.parents[1])
@@ -117,9 +110,8 @@ def test_transformers_opens_an_exported_model_without_memory(
     theirs = AutoTokenizer.from_pretrained(folder)
     ids = theirs(PROMPT).input_ids
     assert ids == reference_of(run_dir).encode(PROMPT).ids
-    assert theirs.eos_token == "<|end_of_text|>"
-    assert theirs.bos_token == BOS
-    assert theirs.model_max_length == 16
+    told = (theirs.eos_token, theirs.bos_token, theirs.model_max_length)
+    assert told == ("<|end_of_text|>", BOS, 16)
     llama = AutoModelForCausalLM.from_pretrained(folder)
     for said in (llama.config, llama.generation_config):
         assert said.eos_token_id == manifest.tokenizer.eos_token_id == theirs.eos_token_id
@@ -128,9 +120,7 @@ def test_transformers_opens_an_exported_model_without_memory(
     assert checkpoint == fields(folder / "config.json")
 
 
-def test_infini_generate_opens_an_export_with_its_tokenizer(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_generate_opens_an_export_with_its_tokenizer(trained: Trained, tmp_path: Path) -> None:
     manifest, run_dir = trained
     folder = tmp_path / "exported"
     done("export", run_dir, "--to", folder)
@@ -141,20 +131,17 @@ def test_infini_generate_opens_an_export_with_its_tokenizer(
     (new,) = generate(model, [prompt], max_new_tokens=9, temperature=0, eos_token_id=eos)
     new = [token for token in new if token != eos]
     plain = reference.decode([*prompt, *new], skip_special_tokens=False).removeprefix(BOS)
-    given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", PROMPT)
+    given = (*GREEDY, "--prompt", PROMPT)
     for checkpoint in (folder, run_dir, run_dir / "model", run_dir / "checkpoints" / "step-2"):
         said = done("generate", "--checkpoint", checkpoint, *given).stdout
         assert said == plain.rstrip("\ufffd") + "\n"
 
 
-def test_infini_chat_has_the_form_of_the_runs_conversations(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_chat_has_the_form_of_the_runs_conversations(trained: Trained, tmp_path: Path) -> None:
     _, run_dir = trained
     folder = tmp_path / "exported"
     done("export", run_dir, "--to", folder)
     sampling = SampleConfig(max_new_tokens=9, temperature=0.0)
-    given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0")
     for checkpoint, template in ((run_dir, TEMPLATE), (folder, FilesSource().template)):
         tokenizer = tokenizer_of(folder, "here")
         assert tokenizer is not None
@@ -162,15 +149,13 @@ def test_infini_chat_has_the_form_of_the_runs_conversations(
         turns = ["the stone", "a river"]
         expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
         stdin = "".join(f"{turn}\n" for turn in turns)
-        said = done("chat", "--checkpoint", checkpoint, *given, stdin=stdin).stdout
+        said = done("chat", "--checkpoint", checkpoint, *GREEDY, stdin=stdin).stdout
         assert said == f"{expected}> \n"
-    refused = attempted("chat", "--checkpoint", folder, *given, stdin=b"\xff\n")
+    refused = attempted("chat", "--checkpoint", folder, *GREEDY, stdin=b"\xff\n")
     assert str(refused.exception) == "stdin: is not UTF-8 text"
 
 
-def test_an_export_is_written_over_another_but_not_over_other_files(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_an_export_replaces_another_but_no_other_files(trained: Trained, tmp_path: Path) -> None:
     _, run_dir = trained
     folder = tmp_path / "exported"
     folder.mkdir()
@@ -206,15 +191,13 @@ def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path) -> None:
         torch.testing.assert_close(whole, ours, rtol=0.05, atol=0.05)
         plain = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
         torch.testing.assert_close(plain(batch).logits, whole, rtol=1e-5, atol=1e-5)
-    given = ("--no-gpu", "--max-new-tokens=9", "--temperature=0", "--prompt", "the river")
+    given = (*GREEDY, "--prompt", "the river")
     said = {done("generate", "--checkpoint", each, *given).stdout for each in (adapter, run_dir)}
     assert len(said) == 1
 
     llama.rename(tmp_path / "elsewhere")
-    gone = attempted("export", run_dir, "--merge", "--to", merged)
-    assert str(gone.exception).endswith(
-        f"adapter_config.json: base_model_name_or_path: {llama} is not a folder"
-    )
+    gone = str(attempted("export", run_dir, "--merge", "--to", merged).exception)
+    assert gone.endswith(f"base_model_name_or_path: {llama} is not a folder")
     done("generate", "--checkpoint", merged, *given)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import http.client
+import itertools
 import json
 import sqlite3
 import stat
@@ -12,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import PATIENCE, Environment, infini, run, tiny, write_settings
+from commands import PATIENCE, Environment, infini, succeed, tiny, write_settings
 from ports import free_port
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
@@ -26,13 +27,7 @@ from flows.serving.access import (
     secret_file,
     stored_access,
 )
-from flows.serving.servers import (
-    HOST,
-    Service,
-    prefect_environment,
-    start_mlflow,
-    start_prefect,
-)
+from flows.serving.servers import HOST, Service, prefect_environment, start_mlflow, start_prefect
 from infini_model.config import load_config
 from infini_model.runtime import pictures
 
@@ -69,7 +64,6 @@ def at(port: int, pattern: str) -> str:
 
 
 def port_of(url: str) -> int:
-    """The port in an address."""
     return int(url.split(":")[2].partition("/")[0])
 
 
@@ -92,7 +86,7 @@ def closed(
 
 
 @pytest.mark.parametrize("name", ["open prefect", "prefect", "mlflow"])
-def test_own_pages_are_answered_and_foreign_names_and_origins_refused(
+def test_own_pages_are_answered_and_others_refused(
     name: str, server: str, closed: dict[str, Service]
 ) -> None:
     port, path, signed_in = port_of(server), PATHS["prefect"], dict[str, str]()
@@ -147,20 +141,15 @@ def test_websockets_are_for_own_pages_and_for_those_who_have_the_secret(
 
 def test_who_has_no_secret_gets_401_on_all_but_health(closed: dict[str, Service]) -> None:
     prefect, mlflow = port_of(closed["prefect"].url), port_of(closed["mlflow"].url)
-    asked = [
-        (prefect, "/api/flows/filter", "POST"),
-        (prefect, "/api/deployments/x/create_flow_run", "POST"),
-        (prefect, "/api/admin/version", "GET"),
-        (mlflow, "/", "GET"),
-        (mlflow, "/version", "GET"),
-        (mlflow, "/health/../version", "GET"),
-        (mlflow, "/get-artifact", "GET"),
-        (mlflow, "/ajax-api/2.0/mlflow/runs/search", "POST"),
-        (mlflow, "/ajax-api/3.0/mlflow/assistant/config", "GET"),
-    ]
-    for port, path, method in asked:
-        for headers in ({}, GUESS, {"Authorization": "Bearer x"}, {"Authorization": "Basic ü"}):
-            assert ask(port, path, method, **headers).status == 401, path
+    of_prefect = ("/api/flows/filter", "/api/deployments/x/create_flow_run", "/api/admin/version")
+    of_mlflow = (
+        *("/", "/version", "/health/../version", "/get-artifact"),
+        *("/ajax-api/2.0/mlflow/runs/search", "/ajax-api/3.0/mlflow/assistant/config"),
+    )
+    for port, paths in ((prefect, of_prefect), (mlflow, of_mlflow)):
+        for path, method in itertools.product(paths, ("GET", "POST")):
+            for headers in ({}, GUESS, {"Authorization": "Bearer x"}, {"Authorization": "Basic ü"}):
+                assert ask(port, path, method, **headers).status == 401, path
     assert "Basic" in ask(mlflow, "/").headers["www-authenticate"]
     assert ask(prefect, "/api/health").status == ask(mlflow, "/health").status == 200
     assert ask(mlflow, "/", **SIGNED_IN).status == 200
@@ -171,12 +160,12 @@ def test_the_server_shows_published_pictures_and_no_other_file(
 ) -> None:
     """To everyone who has the address: a page that shows an image can send no secret with it."""
     output, port = closed["prefect"].log.parent.parent, port_of(closed["prefect"].url)
-    config = load_config(overrides=[f"run.output_dir={output}"])
-    (tmp_path / "loss.png").write_bytes(b"a picture")
+    config, picture = load_config(overrides=[f"run.output_dir={output}"]), tmp_path / "loss.png"
+    picture.write_bytes(b"a picture")
     monkeypatch.delenv(pictures.FOLDER, raising=False)
-    assert pictures.publish(tmp_path / "loss.png") is None
+    assert pictures.publish(picture) is None
     monkeypatch.setenv(pictures.FOLDER, prefect_environment(config)[pictures.FOLDER])
-    address = pictures.publish(tmp_path / "loss.png")
+    address = pictures.publish(picture)
     assert address is not None
     answer = ask(port, address)
     assert (answer.status, answer.headers["content-type"]) == (200, "image/png")
@@ -184,7 +173,7 @@ def test_the_server_shows_published_pictures_and_no_other_file(
         assert ask(port, pictures.ADDRESS + other).status == 404
 
 
-def test_the_secret_is_in_no_command_line_and_mlflow_is_one_process(
+def test_no_command_line_has_the_secret_and_mlflow_is_one_process(
     closed: dict[str, Service],
 ) -> None:
     processes = {name: psutil.Process(each.process.pid) for name, each in closed.items()}
@@ -219,7 +208,7 @@ def test_the_doctor_tells_which_secret_is_asked_for_and_commands_send_it(
     assert access.mlflow_client("https://mlflow.example") == {}
 
 
-def test_a_secret_is_told_once_kept_for_its_owner_and_remembered(
+def test_a_secret_is_told_once_and_remembered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert choose_access(tmp_path, None) == OPEN_ACCESS
@@ -246,8 +235,7 @@ def test_a_command_of_a_folder_with_a_secret_reports_to_its_server_with_it(
     home = with_tables(tmp_path / "output") / "prefect"
     create_access(home)
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
-    done = run(infini("preprocess", "--config", settings), alone)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed(infini("preprocess", "--config", settings), alone)
     assert "Unauthorized" not in done.stdout + done.stderr
     with closing(sqlite3.connect(home / "prefect.db")) as records:
         # Logs come by HTTP, events by a websocket.

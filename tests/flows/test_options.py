@@ -1,4 +1,4 @@
-"""Each option of the command line is a short name for a key of the configuration."""
+"""What a command line means: its options, and what is chosen for documents without a preset."""
 
 import json
 import re
@@ -10,12 +10,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flows import own_text
 from flows.cli import app
 from flows.options import UNDERSCORES, configured
 from flows.parameters import resolve
 from flows.presets import Invocation, configure
-from infini_model.config import Config, load_config
-from infini_model.runtime.errors import ConfigError
+from infini_model.config import Config, FilesSource, load_config
+from infini_model.runtime.claims import claim_run
+from infini_model.runtime.errors import ConfigError, DataError
+from infini_model.runtime.runs import record_evaluation
 from infini_model.runtime.storage import point_latest
 
 COMMANDS = (
@@ -52,12 +55,10 @@ def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
 
 
 def parse(command: str, *arguments: str) -> Config:
-    """The configuration that `infini COMMAND ARGUMENTS` would work with."""
     return invoke(command, *arguments)[0]
 
 
 def meant(*settings: Any) -> Config:
-    """The quickstart with these settings."""
     return configure(["quickstart"], overrides=settings)
 
 
@@ -112,9 +113,7 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_option_sets_its_key_and_no_other(
-    commands: list[str], arguments: str, settings: str
-) -> None:
+def test_an_option_sets_its_key_alone(commands: list[str], arguments: str, settings: str) -> None:
     for command in commands:
         assert parse(command, *shlex.split(arguments)) == meant(*settings.split()), command
 
@@ -156,7 +155,7 @@ UNUSED = "infini serve does not use it"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_option_without_effect_is_noted_in_one_line(
+def test_an_option_without_effect_is_noted(
     command: str, arguments: str, expected: dict[str, str]
 ) -> None:
     lines = invoke(command, *arguments.split())[1]
@@ -183,39 +182,31 @@ def test_what_is_typed_beats_a_file_and_a_file_a_preset(tmp_path: Path, option: 
     given = parse("train", "training.max_steps=9", option, str(file))
     assert given == load_config(overrides=[{"training": {"max_steps": 9, "batch_size": 4}}])
     assert parse("train", option, str(file), "--max-steps", "5").training.max_steps == 5
-    given = parse("run", option, str(file), "--preset", "shakespeare", "--preset", "stable")
-    assert given == configure(
-        ["shakespeare", "stable"], overrides=["training.max_steps=3", "training.batch_size=4"]
-    )
+    presets, asked = ["shakespeare", "stable"], ["training.max_steps=3", "training.batch_size=4"]
+    given = parse("run", option, str(file), *(f"--preset={name}" for name in presets))
+    assert given == configure(presets, overrides=asked)
     assert parse("run", "--debug") == configure(["debug"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("words", "told"),
     [
-        (
-            ["training.max_steps=9", "--max-steps", "5"],
-            r"training\.max_steps: is given twice, as 5 and as 9",
-        ),
-        (["training.epochs=5", "--max-steps", "3"], r"training\.epochs: cannot be combined with"),
-        (["run.seed=1", "run.seed=2"], r"run\.seed: is given twice, as 1 and as 2"),
-        (["launch.gpus=cpu", "--gpu", "1"], r"launch\.gpus: is given twice"),
+        ("training.max_steps=9 --max-steps 5", "training.max_steps: is given twice, as 5 and as 9"),
+        ("training.epochs=5 --max-steps 3", "training.epochs: cannot be combined with"),
+        ("run.seed=1 run.seed=2", "run.seed: is given twice, as 1 and as 2"),
+        ("launch.gpus=cpu --gpu 1", "launch.gpus: is given twice"),
     ],
 )
-def test_of_two_things_typed_none_is_dropped(arguments: list[str], told: str) -> None:
+def test_of_two_things_typed_none_is_dropped(words: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        parse("train", *arguments)
+        parse("train", *words.split())
 
 
 def test_what_is_typed_twice_alike_is_taken_and_epochs_of_a_preset_are_no_typing() -> None:
-    given = parse(
-        "train", "training.max_steps=5", "--max-steps", "5", "training.learning_rate=3e-4"
-    )
-    assert given.training.max_steps == 5
-    given = parse(
-        "train", "--preset", "fine-tune", "--max-steps", "5", "model.initial_weights=llama"
-    )
-    assert (given.training.max_steps, given.training.epochs) == (5, None)
+    tuned = "--preset fine-tune model.initial_weights=llama"
+    for words in ("training.max_steps=5", tuned):
+        given = parse("train", *words.split(), "--max-steps", "5").training
+        assert (given.max_steps, given.epochs) == (5, None)
 
 
 @pytest.mark.parametrize("command", ["run", "preprocess"])
@@ -244,3 +235,93 @@ def test_the_help_lists_what_the_command_uses(command: str, listed: str) -> None
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", told, re.MULTILINE)
     assert options == ["--preset", "--config", "--output-dir", *listed.split(), "--help"]
     assert "bool" not in told
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of texts in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    return folder
+
+
+def write(folder: Path, files: int, size: int) -> None:
+    """That many files, which are empty but as long as they say."""
+    for number in range(files):
+        with (folder / f"{number}.txt").open("wb") as file:
+            file.truncate(size)
+
+
+def chosen(*arguments: str) -> tuple[Config, list[str]]:
+    """What `infini run` on the texts means, and what it says."""
+    return invoke("run", "data.source.paths=texts/*.txt", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "named", "vocabulary", "steps"),
+    [
+        (1_000, "20.0 kB", 512, 200),
+        (10_000, "0.2 MB", 512, 325),
+        (20_000, "0.4 MB", 1024, 651),
+        (2_000_000, "40.0 MB", 4096, 1000),
+    ],
+)
+def test_the_model_suits_the_text(
+    size: int, named: str, vocabulary: int, steps: int, texts: Path
+) -> None:
+    write(texts, 20, size)
+    config, (line,) = chosen("--no-gpu")
+    assert config.run.preset == "quickstart"
+    assert config.data.tokenizer.vocab_size == vocabulary
+    assert config.training.max_steps == steps
+    assert f"{named} of text, no GPU: --preset quickstart, {steps:,} steps" in line
+
+
+def test_on_a_gpu_it_is_that_of_a_gpu(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_text, "choose_gpus", lambda gpus: [gpus])
+    write(texts, 20, 10_000_000)
+    config, (line,) = chosen()
+    assert "a GPU: --preset one-gpu, 1,525 steps, tokenizer: a BPE of 32,768" in line
+    # No more than four epochs, and everything that the preset says of its own documents is gone.
+    tokens = 1525 * config.training.gradient_accumulation_steps * 8 * config.packing.context_length
+    assert tokens <= 4 * 200_000_000 / 4
+    assert config.data.source == FilesSource(paths=["texts/*.txt"])
+    assert (config.data.splits.validation, config.model.vocab_size) == (0.05, None)
+
+
+def test_settings_and_presets_that_are_named_count(texts: Path) -> None:
+    write(texts, 20, 1_000)
+    config, (line,) = chosen("--max-steps", "7", "data.tokenizer.spec=bytes")
+    assert (config.training.max_steps, config.data.tokenizer.spec) == (7, "bytes")
+    assert ", 7 steps, tokenizer: bytes;" in line
+    assert "3.0 epochs" in chosen("training.epochs=3")[1][0]
+    named, lines = chosen("--preset", "debug")
+    assert (named.run.preset, named.run.chosen_for, lines) == ("debug", None, [])
+    assert invoke("train", "data.source.paths=texts/*.txt")[0].run.chosen_for is None
+
+
+def test_few_documents_are_told(texts: Path) -> None:
+    write(texts, 1, 1_000_000)
+    assert "each file is one document, and 1 may leave a split empty" in chosen()[1][1]
+    assert len(chosen(r'data.source.separator="\n\n"')[1]) == 1
+
+
+def test_a_pattern_without_files_is_an_error_at_once(texts: Path) -> None:
+    with pytest.raises(DataError, match=r"data.source.paths: 'texts/\*.txt' matches no file"):
+        chosen()
+
+
+def test_an_interrupted_run_keeps_its_choice(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(texts, 20, 1_000)
+    first, _ = chosen()
+    with claim_run(first, "key", Path("data")) as run_dir:  # and then it is killed
+        pass
+    monkeypatch.setattr(own_text, "choose_gpus", lambda gpus: [gpus])
+    again, (line,) = chosen("launch.processes=2")  # which does not decide what is trained
+    assert again.identity == first.identity
+    assert "as chosen for the interrupted run quickstart-1, 200 steps" in line
+    # The run of another command, or one that is finished, decides nothing.
+    assert chosen("training.batch_size=4")[0].run.preset == "one-gpu"
+    record_evaluation(run_dir, 200, "key", {})
+    assert chosen()[0].run.preset == "one-gpu"

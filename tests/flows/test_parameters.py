@@ -71,7 +71,7 @@ def test_the_form_has_a_plain_input_for_each_setting_of_the_flow(name: str) -> N
         ({"advanced": {"run": {"preset": "debug"}}}, ["advanced.run", "'preset'"]),
     ],
 )
-def test_the_form_takes_a_part_of_the_settings_and_names_a_wrong_value(
+def test_the_form_takes_a_part_and_names_a_wrong_value(
     parameters: dict[str, Any], words: list[str]
 ) -> None:
     taken = {"learning_rate": None, "advanced": {"data": {"source": {"limit": 5}, "folder": None}}}
@@ -114,9 +114,7 @@ def test_what_does_not_go_together_is_one_line(
         assert word in str(caught.value)
 
 
-def test_a_resumed_run_keeps_its_own_settings_and_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINI_OUTPUT_DIR", str(tmp_path))
     begun = configure(["debug"], overrides=["run.name=mine", "training.max_steps=77"])
     with claim_run(begun, "key", tmp_path / "datasets" / "some-key"):
@@ -140,7 +138,7 @@ def test_a_resumed_run_keeps_its_own_settings_and_dataset(
         ("uptrain", ("model.segment_length=128", "model.memory=linear", "model.gate_start=-2.0")),
     ],
 )
-def test_settings_that_are_handed_on_whole_resolve_to_the_same(
+def test_settings_handed_on_whole_are_the_same(
     preset: str | None, overrides: Sequence[str]
 ) -> None:
     if preset is not None and preset.startswith(("uptrain", "fine-tune")):
@@ -161,9 +159,7 @@ def config_of(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_stage_elsewhere_has_the_same_settings_and_no_stage_that_is_elsewhere_again(
-    name: str,
-) -> None:
+def test_a_stage_elsewhere_has_the_same_settings_and_no_stage_elsewhere(name: str) -> None:
     places = ("run.output_dir=/shared", "run.data_dir=/datasets")
     places += ("data.folder=/shared/datasets/a-1",)
     config = config_of("training.max_steps=9", "run.seed=3", "data.keep=2", *places)

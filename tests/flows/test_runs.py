@@ -3,7 +3,6 @@
 import asyncio
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from commands import (
     eventually,
     infini,
     infini_here,
-    run,
+    succeed,
     tiny,
     write_settings,
 )
@@ -29,7 +28,7 @@ from prefect.context import FlowRunContext
 from prefect.events.clients import PrefectEventSubscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from stopping import Halt, is_pending
+from stopping import Halt
 
 from flows import runs
 from flows.presets import configure
@@ -49,8 +48,6 @@ Told = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def start(background: Callable[..., Running], connected: Environment) -> Started:
-    """Start `infini` in the background."""
-
     def begin(*arguments: str | Path, **environment: str) -> Running:
         return background(infini(*arguments), connected | environment)
 
@@ -80,45 +77,39 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     launch = {"hang_timeout_seconds": PATIENCE}
     tree = tiny(text_files, output, launch=launch, checkpoint={"save_steps": 20})
     settings = write_settings(tmp_path / "settings.yaml", tree)
-    dataset = dataset_of(settings)
-    halt = Halt(tmp_path / "halt", 5)
+    dataset, halt = dataset_of(settings), Halt(tmp_path / "halt", 5)
     running = start("train", "--config", settings, **halt.environment)
     run_dir = output / "runs" / "run-1"
-    (trainer,) = halt.wait()
+    halt.wait()
     followed = start("logs", "run-1", "--follow", "--output-dir", output)
     followed.wait_for("Step [5/20]")
 
-    holder = f"process {running.process.pid} (flow run "
+    holder = f"process {running.process.pid} "
     (row,) = [line for line in told("runs")[1].splitlines() if "run-1" in line]
-    assert re.search(rf"^run-1 +5/20 +running: process {running.process.pid} ", row)
+    assert re.search(rf"^run-1 +5/20 +running: {holder}", row)
     owner = read_run(run_dir).owner
-    assert owner is not None
-    page = connected["PREFECT_API_URL"].removesuffix("/api")
-    assert row.rstrip().endswith(f"{page}/runs/flow-run/{owner}")
+    page = f"{connected['PREFECT_API_URL'].removesuffix('/api')}/runs/flow-run/{owner}"
+    assert row.rstrip().endswith(page)
     status, line = told("resume", "run-1")
     assert status == 2
-    assert f"{run_dir} is in use by {holder}" in line
+    assert f"{run_dir} is in use by {holder}(flow run {page})" in line
 
     cancelling = start("cancel", "run-1", "--output-dir", output)
-    eventually(lambda: is_pending(trainer, signal.SIGTERM), lambda: cancelling.output)
-    halt.resume()
+    halt.resume_told()
     assert running.wait() == 130, running.output
-    saved = saved_step(run_dir)
-    assert saved is not None
+    saved = saved_step(run_dir) or 0
     assert 5 <= saved < 20
-    assert cancelling.wait() == 0
-    last = cancelling.output.splitlines()[-1]
-    assert last == f"Cancelled run-1; step {saved} is saved"
-    assert followed.wait() == 0
+    assert cancelling.wait() == followed.wait() == 0
+    assert cancelling.output.endswith(f"Cancelled run-1; step {saved} is saved\n")
     assert f"Step [{saved}/20]" in followed.output
     assert "interrupted" in told("runs")[1]
 
     shutil.rmtree(dataset)
     command = infini("resume", "logging.logging_steps=50", "--output-dir", output)
-    resumed = run(command, connected)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "rebuilding it" in resumed.stderr + resumed.stdout
-    assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in resumed.stderr + resumed.stdout
+    resumed = succeed(command, connected)
+    printed = resumed.stderr + resumed.stdout
+    assert "rebuilding it" in printed
+    assert f"Resuming from: {run_dir}/checkpoints/step-{saved}" in printed
     assert f"Report: {run_dir}/report.md" in resumed.stdout.splitlines()
     assert is_finished(run_dir)
     assert read_run(run_dir).owner not in (None, owner)
@@ -145,8 +136,7 @@ def test_a_training_completes_the_trainings_before_it_and_a_report_the_pipelines
             pass
 
     def told_by(command: str) -> tuple[str, str]:
-        done = run(infini(command, "--config", settings), connected)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeed(infini(command, "--config", settings), connected)
         states = (api(server, f"flow_runs/{each}", "GET")["state"] for each in before.values())
         pipeline, train = ((state["message"] or "").rpartition("; ")[2] for state in states)
         return pipeline, train
@@ -207,9 +197,7 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
         working.result()
 
 
-def test_the_page_of_a_flow_run_is_on_the_server_that_runs_now(
-    output: Path, alone: Environment
-) -> None:
+def test_the_page_of_a_flow_run_is_on_the_server_of_now(output: Path, alone: Environment) -> None:
     config = configure(["debug"], overrides=[f"run.output_dir={output}"])
     with claim_run(config, "k1", Path("data"), owner=Owner("f1")):
         pass
@@ -228,16 +216,15 @@ def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
         make_folder(run_dir / MODEL)
     with pytest.raises(UserError, match=f"infini resume {run_dir.name} evaluates the trained one"):
         runs.to_resume(places, [])
-    with claim_run(config, "k1", Path("data")) as again:
-        assert again == run_dir
-        record_evaluation(run_dir, config.training.max_steps, "k1", {})
+    record_evaluation(run_dir, config.training.max_steps, "k1", {})
     assert runs.to_resume(places, [run_dir.name]) == (run_dir, None)
-    with pytest.raises(UserError, match="there is no interrupted run to resume"):
-        runs.to_resume(places, ["launch.gpus=cpu"])
-    with pytest.raises(UserError, match="is not running"):
-        runs.cancel(run_dir)
-    with pytest.raises(UserError, match="there are no logs yet"):
-        runs.print_logs(runs.find_run_folder(places, None), follow=True)
+    for asked, told in (
+        (lambda: runs.to_resume(places, ["launch.gpus=cpu"]), "there is no interrupted run"),
+        (lambda: runs.cancel(run_dir), "is not running"),
+        (lambda: runs.print_logs(runs.find_run_folder(places, None), follow=True), "no logs yet"),
+    ):
+        with pytest.raises(UserError, match=told):
+            asked()
 
 
 def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(

@@ -27,7 +27,6 @@ from flows.serving.engine import ENGINES, engines_dir
 from flows.serving.servers import (
     HOST,
     MOST_EXITS,
-    PROJECT,
     WITHIN_SECONDS,
     Service,
     check_port,
@@ -60,7 +59,7 @@ def test_a_port_in_use_is_named(listener: socket.socket) -> None:
         check_port(port, "--mlflow-port")
 
 
-def test_a_server_that_hangs_up_is_asked_again(
+def test_who_hangs_up_is_asked_again(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALL_SECONDS", PATIENCE)
@@ -115,9 +114,7 @@ def test_infini_serve_finds_any_command_that_was_killed_and_tells_only_its_clien
     assert os.environ[ENGINES] == str(engines_dir(home))
 
 
-def test_a_profile_of_prefect_names_a_server_and_its_password(
-    tmp_path: Path, alone: Environment
-) -> None:
+def test_a_prefect_profile_names_server_and_password(tmp_path: Path, alone: Environment) -> None:
     (tmp_path / "profiles.toml").write_text(
         'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "http://prefect.example/api"\n'
         'PREFECT_API_AUTH_STRING = "user:pass"\n'
@@ -148,7 +145,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     return processes
 
 
-def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up(
+def test_a_service_restarts_after_its_delay_and_dependencies(
     processes: Processes, tmp_path: Path
 ) -> None:
     said, is_up = list[str](), True
@@ -171,9 +168,7 @@ def test_a_service_is_restarted_after_its_delay_once_its_dependencies_are_up(
     assert len(said) == 1
 
 
-def test_a_service_that_exits_too_often_is_an_error_that_names_its_log(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_service_that_exits_too_often_is_an_error(processes: Processes, tmp_path: Path) -> None:
     said, now = list[str](), 0.0
     service = Service("the service", [], tmp_path / "its.log")
 
@@ -195,15 +190,6 @@ def test_a_service_that_exits_too_often_is_an_error_that_names_its_log(
         exit_after(0.0)
     assert [line.rpartition(" in ")[2] for line in said] == ["1 s", "1 s", "2 s", "4 s", "8 s"]
     assert len(processes.started) == MOST_EXITS + 1
-
-
-def test_a_command_loads_prefect_only_once_it_knows_the_server() -> None:
-    # Prefect reads the address of its server when it is imported.
-    modules = "flows.cli, flows.terminal, flows.runs, flows.dataset_commands, flows.serving.serve"
-    loaded = f"import sys, {modules}; print('prefect' in sys.modules)"
-    assert (
-        subprocess.check_output([sys.executable, "-c", loaded], cwd=PROJECT, text=True) == "False\n"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +260,7 @@ def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path
         (f"owner:{PASSWORD}@{{server}}/records?colour=red", "colour"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_told_in_one_line(
+def test_an_unusable_database_is_told_in_one_line(
     postgresql: str, address: str, reason: str
 ) -> None:
     with pytest.raises(UserError, match=r"^--database: [^\n]+$") as caught:

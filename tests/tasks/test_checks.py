@@ -26,9 +26,7 @@ def test_a_store_is_asked_once_and_refused_in_one_line_if_it_ignores_a_condition
         check_stores(run, builds_dataset=True)
     # Another server, whatever this machine remembers of that one.
     monkeypatch.setattr(checks, "endpoint_of", lambda _: "another")
-    monkeypatch.setattr(
-        ObjectStore, ignored, lambda store, key, content, *_: store.write(key, content)
-    )
+    monkeypatch.setattr(ObjectStore, ignored, lambda store, key, text, *_: store.write(key, text))
     message = f"^{setting}: {address}: the store ignores conditional writes, .*If-Match$"
     for _ in range(2):
         with pytest.raises(StoreError, match=message):

@@ -30,9 +30,10 @@ from infini_model.config import ModelConfig, load_config
 from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import DataError
+from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.training.initial_weights import read_initial_weights
 from tasks import shard
+from tasks.download import download
 
 STAGES = ("download", "plan", "shard", "train", "evaluate")
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -44,7 +45,6 @@ def settings(tmp_path: Path, text_files: Path) -> Path:
 
 
 def output_of(env: Environment, *arguments: str | Path, status: int = 0) -> str:
-    """The output of a command that must end with `status`."""
     done = run(infini(*arguments), env)
     output = done.stderr + done.stdout
     assert done.returncode == status, output
@@ -67,12 +67,7 @@ def ended_tasks(server: str, output: str, *names: str) -> dict[str, dict[str, An
     return found
 
 
-def states(server: str, output: str, *names: str) -> dict[str, str]:
-    """How the stages of a command ended; `names` are the last ones."""
-    return {name: run["state_name"] for name, run in ended_tasks(server, output, *names).items()}
-
-
-def test_a_users_mistake_is_not_retried_and_a_silent_host_is(
+def test_a_silent_host_is_retried_and_no_mistake(
     server: str, connected: Environment, settings: Path
 ) -> None:
     retries = ("stages.download.retries=2", "stages.download.retry_delay_seconds=0")
@@ -101,11 +96,15 @@ def test_the_last_share_puts_the_dataset_together(connected: Environment, tmp_pa
     assert read_manifest(folder).documents == 40
 
 
-def test_a_share_is_not_the_dataset_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_dataset_or_place_for_one(
+    monkeypatch: pytest.MonkeyPatch, dataset: Path
+) -> None:
     share = shard.Dataset(Path("datasets/a-1"), "key", None, reused=False, missing=3)
     monkeypatch.setattr(shard, "build_dataset", lambda *_: share)
     with pytest.raises(DataError, match=r"^data\.share: 1/2 is done; 3 partitions of other shares"):
         shard.shard(load_config(overrides=["data.share=1/2"]), Path("listing.json"))
+    with pytest.raises(ConfigError, match=rf"^run\.data_dir: {dataset} is a finished dataset"):
+        download(load_config(overrides=[f"run.data_dir={dataset}"]))
 
 
 @pytest.mark.story
@@ -128,7 +127,7 @@ def test_preprocess_cleans_up_and_a_cleaning_that_takes_too_long_is_a_warning(
     shown = output_of(hung, *command, "stages.clean.timeout_seconds=0.1")
     assert "Older datasets were not removed: clean: not finished after 0.1 s" in shown
     eventually(lambda: not processes_about(tmp_path), "the end of all processes")
-    assert states(server, shown, "clean")["clean"] == "TimedOut"
+    assert ended_tasks(server, shown, "clean")["clean"]["state_name"] == "TimedOut"
     assert first.is_dir()
     assert "Removed" in output_of(connected, *command)
     assert not first.exists()
@@ -157,15 +156,23 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     assert [task["state_name"] for task in ended.values()] == ["Completed"] * 6
     assert min(ended, key=lambda name: ended[name]["start_time"]) == "weights"
     ran = flow_run(server, output)
-    asked = ran["parameters"]
     # As it was typed, over the file.
-    assert (asked["preset"], asked["steps"]) == (None, None)
-    assert asked["advanced"]["training"]["max_steps"] == 19
-    assert asked["advanced"]["data"]["splits"] == {"train": 0.6, "validation": 0.2, "test": 0.2}
+    assert ran["parameters"]["advanced"]["training"] == tree["training"] | {"max_steps": 19}
     (run_dir,) = tmp_path.glob("output/runs/run-1")
     assert read_initial_weights(run_dir) is not None
-    expect_shown(Server(server).artifacts(ran["id"]), run_dir)
-    report = run_dir / "report.md"
+    report, shown = run_dir / "report.md", Server(server).artifacts(ran["id"])
+    for stage in ("shard", "train", "evaluate"):
+        assert shown[f"{stage}-progress"] == 100.0
+    assert json.loads(shown["partitions"])[0] == {"partitions": "new", "count": 1}
+    steps = json.loads(shown["training"])
+    assert steps[0]["step"] == "19 of 19"
+    assert any(row["validation loss"] for row in steps)
+    assert sum(row["documents"] for row in json.loads(shown["dataset"])) == 40
+    # Of a server that shows no pictures.
+    text, pictures = re.subn(r"!\[(.*)\]\((.*)\)", rf"\1: `{run_dir}/\2`", report.read_text())
+    assert pictures > 1
+    assert shown["report"] == text
+    assert shown["run-folder"] == f"`{run_dir}`"
     results = [*(tmp_path / "prefect-home" / "storage").iterdir()]
     assert str(report) in [json.loads(path.read_text()).get("report") for path in results]
 
@@ -173,21 +180,5 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     report.unlink()
     shutil.rmtree(llama)
     output = output_of(connected, *command, "training.max_steps=19")
-    assert "weights" not in states(server, output, "evaluate")
+    assert "weights" not in ended_tasks(server, output, "evaluate")
     assert report.is_file()
-
-
-def expect_shown(shown: dict[str, Any], run_dir: Path) -> None:
-    """The artifacts of a run: progress, dataset and report, by a server that shows no pictures."""
-    for stage in ("shard", "train", "evaluate"):
-        assert shown[f"{stage}-progress"] == 100.0
-    assert json.loads(shown["partitions"])[0] == {"partitions": "new", "count": 1}
-    steps: list[dict[str, str]] = json.loads(shown["training"])
-    assert steps[0]["step"] == "19 of 19"
-    assert any(row["validation loss"] for row in steps)
-    rows: list[dict[str, Any]] = json.loads(shown["dataset"])
-    assert sum(row["documents"] for row in rows) == 40
-    report = (run_dir / "report.md").read_text()
-    assert len(re.findall(r"^!", report, re.MULTILINE)) > 1
-    assert shown["report"] == re.sub(r"!\[(.*)\]\((.*)\)", rf"\1: `{run_dir}/\2`", report)
-    assert shown["run-folder"] == f"`{run_dir}`"

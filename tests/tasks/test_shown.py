@@ -1,0 +1,150 @@
+"""What a flow run shows of its stages: messages, names, links, reports and progress."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from commands import PATIENCE
+from prefect.context import FlowRunContext
+
+from flows.pipeline import pipeline
+from infini_model.config import load_config
+from infini_model.runtime.errors import UserError
+from infini_model.runtime.pictures import FOLDER
+from infini_model.runtime.storage import make_folder, write_json
+from infini_model.training.launch.failures import TrainingFailure
+from infini_model.training.mlflow_record import PAGE
+from tasks import artifacts, failures
+from tasks.artifacts import Progress
+from tasks.flow_run import _is_generated
+from tasks.train import mlflow_link, outcome
+
+
+def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
+    shape = ["model.hidden_size=1024", "model.intermediate_size=4096"]
+    launch = ["launch.gpus=cpu", "launch.gradient_checkpointing=true", "training.batch_size=8"]
+    config = load_config(overrides=[*shape, *launch])
+
+    def said(error: Exception) -> str:
+        with FlowRunContext.model_construct(flow=pipeline, flow_run=None):
+            failures.note_training(error, config, dataset, tmp_path, [])
+            return failures.reason(error)
+
+    def killed(times: int) -> TrainingFailure:
+        failure = TrainingFailure("crash", "killed by SIGKILL")
+        failure.times = times
+        return failure
+
+    assert said(UserError("/full: No space left")) == "/full: No space left; step 5 is saved"
+    resumes = "step 5 is saved; the same command resumes"
+    assert said(killed(2)).endswith(f": killed by SIGKILL; {resumes}")
+    noted = "training failed: crash: killed by SIGKILL; 3 times in a row, so probably out of memory"
+    found = said(killed(3))
+    assert found.startswith(f"{noted}; training.batch_size=4 "), found
+    assert found.endswith(f"; {resumes}")
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker's")
+    found = said(killed(3))
+    fields = "Batch size=4 training.gradient_accumulation_steps=2"
+    assert found.startswith(f"{noted}; {fields} "), found
+    assert found.endswith("; step 5 is saved; Retry resumes")
+
+
+@pytest.mark.parametrize(
+    ("when", "told"), [("1.03 second(s) from now", "in 2 s"), ("immediately",) * 2]
+)
+def test_a_retry_is_announced_with_its_cause_and_no_advice(when: str, told: str) -> None:
+    state = failures._failed(TrainingFailure("crash", "killed by SIGKILL"))
+    args = ("state", state, 1, 2, when)
+    record = logging.LogRecord("prefect.task_runs", logging.INFO, "", 1, failures.RETRY, args, None)
+    assert failures._WithoutEchoes().filter(record)
+    cause = "training failed: crash: killed by SIGKILL"
+    assert record.getMessage() == f"{cause}; retry 1 of 2 {told}"
+
+
+def test_what_came_out_of_a_training_is_told_in_short(tmp_path: Path) -> None:
+    run_dir = make_folder(tmp_path / "debug-1")
+    assert outcome(run_dir) == "run debug-1"  # a machine other than the first
+    lines = ('{"step": 1000, "validation/loss": 2.7291}', '{"step": 1200, "train/loss": 2.5}')
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert outcome(run_dir) == "run debug-1 · 1,200 steps · validation loss 2.729"
+
+
+def test_names_that_nobody_typed_are_known() -> None:
+    for name in ("bronze-puma", "theta12-orionis", "beta-canum-venaticorum-void", "Tasty-Zebu"):
+        assert _is_generated(name)
+        assert not _is_generated(f"{name} 2")
+    assert not _is_generated("my-documents")
+
+
+def test_a_run_is_linked_once_mlflow_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linked(*overrides: str) -> str | None:
+        link = mlflow_link(tmp_path, load_config(overrides=overrides))
+        return None if link is None else link.link
+
+    server = "tracking.tracking_uri=http://mlflow:5000"
+    monkeypatch.delenv(PAGE, raising=False)
+    assert linked(server) is None
+    write_json(tmp_path / "logs" / "mlflow.json", {"run_id": "r1", "experiment_id": "7"})
+    page = "#/experiments/7/runs/r1?workflowType=machine_learning"
+    assert linked(server) == f"http://mlflow:5000/{page}"
+    assert linked(server, "tracking.mlflow=false") is None
+    assert linked() is None  # a database
+    monkeypatch.setenv(PAGE, "http://127.0.0.1:5000")
+    assert linked() == f"http://127.0.0.1:5000/{page}"
+
+
+def test_a_report_has_the_addresses_of_its_pictures_and_of_nothing_that_it_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture, secret = tmp_path / "plots" / "loss.png", tmp_path / "secret"
+    picture.parent.mkdir()
+    for path in (picture, secret):
+        path.write_text(path.name)
+    quoted = f"![a]({secret})\n![b](secret)\n![c](none.png)"
+    report = tmp_path / "report.md"
+    report.write_text(f"# One\n\n![Loss](plots/loss.png)\n\n{quoted}\n")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "shown"))
+    text = artifacts.with_pictures(report, [picture])
+    (published,) = (tmp_path / "shown").iterdir()
+    assert published.read_text() == picture.name
+    assert text == f"# One\n\n![Loss](/pictures/{published.name})\n\n{quoted}\n"
+    monkeypatch.delenv(FOLDER)
+    text = artifacts.with_pictures(report, [picture])
+    assert text == f"# One\n\nLoss: `{picture}`\n\n{quoted}\n"
+
+
+def test_progress_is_sent_in_whole_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, show = list[float](), "tasks.artifacts.LiveArtifact.show"
+    monkeypatch.setattr(show, lambda _, artifact: sent.append(artifact.progress))
+    progress = Progress("train", "steps", logged=False)
+    for done in (1000, 1001, 2999, 3000):
+        progress.show(done, 3000)
+        progress._update()
+    assert sent == [33.0, 99.0, 100.0]
+
+
+def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(artifacts, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(artifacts, "BACKOFF", 0)
+    tried = threading.Semaphore(0)
+
+    def update() -> None:
+        tried.release()
+        raise ConnectionError("no server")
+
+    with caplog.at_level(logging.WARNING), artifacts.Updates("progress", update, 0.01):
+        for _ in range(3):
+            assert tried.acquire(timeout=PATIENCE)
+    with artifacts.warn_on_error("report"):
+        raise ConnectionError("no server")
+    told = "Prefect did not accept the {} (no server); the stage continues"
+    found = [line for line in caplog.messages if "Prefect did not accept" in line]
+    assert found == [told.format("progress"), told.format("report")]

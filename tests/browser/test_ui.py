@@ -14,6 +14,7 @@ from serving import ENGINE, TRAINER, Serving, launcher
 from stopping import Halt
 from ui import Prefect, chromium, new_page
 
+from flows.serving.reconcile import WORKER_MESSAGE
 from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.run_status import saved_step
 
@@ -156,3 +157,19 @@ def look_at_mlflow(page: Page, address: str, name: str, flow_run: str) -> None:
     page.get_by_role("tab", name="Overview").click()
     model.click()
     expect(page.get_by_text("Ready", exact=True).first).to_be_visible()
+
+
+def test_a_cancelled_training_says_what_is_saved_whatever_the_worker_says(
+    prefect: Prefect, serving: Serving, halt: Halt
+) -> None:
+    flow_run = serving.create("pipeline", name="cancelled")
+    prefect.open_run(flow_run)
+    halt.wait()
+    prefect.press("Cancel", confirmed_by="Cancel Flow Run")
+    halt.resume_told()
+    prefect.expect_state("Cancelled")
+    serving.wait_for_end_of(ENGINE)
+    # As the worker does if it notices the cancellation before the engine has ended.
+    serving.set_state(flow_run, "CANCELLED", "Cancelled", message=WORKER_MESSAGE)
+    message = f"Cancelled; step {saved_step(serving.output / 'runs' / 'cancelled')} is saved"
+    eventually(lambda: serving.state(flow_run)["message"] == message, "the message")

@@ -1,11 +1,13 @@
-"""Prefect's database: the check of a PostgreSQL, and what SQLite needs for many clients at once."""
+"""Prefect's database: the check of a PostgreSQL, and what SQLite and several servers need."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infini_model.runtime.errors import UserError
+from infini_model.runtime.storage import lock
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -67,3 +69,19 @@ def take_write_locks_at_once() -> None:
         return begin(self, session, with_for_update=True)
 
     AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[assignment, method-assign]
+
+
+def migrate_one_at_a_time(lock_file: Path) -> None:
+    """Let servers that start together, of a command and of `infini serve`, migrate one by one.
+
+    Both would apply the same migration, and one of them would exit.
+    """
+    from prefect.server.database.interface import PrefectDBInterface
+
+    create = PrefectDBInterface.create_db
+
+    async def create_alone(self: PrefectDBInterface) -> None:
+        with lock(lock_file):
+            await create(self)
+
+    PrefectDBInterface.create_db = create_alone  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ import base64
 import hmac
 import os
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,7 +25,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
-from flows.serving.database import take_write_locks_at_once
+from flows.serving.database import migrate_one_at_a_time, take_write_locks_at_once
 from infini_model.config import load_config
 from infini_model.runtime import pictures
 from infini_model.training.mlflow_record import open_tracking
@@ -97,6 +98,7 @@ def prefect_app() -> ASGIApp:
     from prefect.server.api.server import create_app
 
     take_write_locks_at_once()
+    migrate_one_at_a_time(Path(os.environ["PREFECT_HOME"]) / "migrations.lock")
     app = create_app()
     shown = StaticFiles(directory=os.environ[pictures.FOLDER], check_dir=False)
     # Before the UI, which answers on every path.

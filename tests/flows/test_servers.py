@@ -230,6 +230,17 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.story
+def test_servers_that_start_together_make_one_database(tmp_path: Path) -> None:
+    config = load_config(overrides=[f"run.output_dir={tmp_path}"])
+    with (
+        closing(start_prefect(config, free_port())) as one,
+        closing(start_prefect(config, free_port())) as other,
+    ):
+        one.wait_until_up()
+        other.wait_until_up()
+
+
+@pytest.mark.story
 def test_prefect_keeps_its_records_in_postgresql(postgresql: str, tmp_path: Path) -> None:
     address = f"owner:{PASSWORD}@{postgresql}/records"
     check_database(f"postgresql+asyncpg://{address}")

@@ -24,7 +24,7 @@ class LaunchedStep:
     """A step that the device may still be computing.
 
     Attributes:
-        step: Makes the `Step` of what the device finds.
+        make_step: Makes the `Step` of what the device has found.
         numbers: Loss, loss of this rank, gradient norm, whether fp16 overflowed, how many ranks
             received each of `STOPS`, and in fp16 the loss scale after the step, float64.
         scaler: State of fp16's loss scale with which its gradients were computed.
@@ -33,7 +33,7 @@ class LaunchedStep:
         ready: The event after which `numbers` are valid; None on the CPU.
     """
 
-    step: Callable[..., Step]
+    make_step: Callable[..., Step]
     numbers: Tensor
     scaler: Sequence[Tensor]
     began: float
@@ -48,7 +48,7 @@ class LaunchedStep:
             seconds = self.after.elapsed_time(self.ready) / 1000.0
         loss, rank_loss, norm, overflowed, *others = self.numbers.tolist()
         signals, scale = others[: len(STOPS)], others[len(STOPS) :]
-        step = self.step(
+        step = self.make_step(
             loss=loss,
             rank_loss=rank_loss,
             grad_norm=norm,

@@ -224,14 +224,17 @@ class Need:
         tensors = self.process.total if self.machine.device == "cpu" else 0
         return self.machine.local * (LIBRARIES[self.machine.device] + tensors) + self.copy
 
-    def shortage(self, share: float = 1.0, most: str = "about") -> str:
-        """What does not fit into a share of the memory; empty if all does. `most` is a word."""
+    def shortage(self, share: float = 1.0, qualifier: str = "about") -> str:
+        """What does not fit into a share of the memory; empty if all does.
+
+        `qualifier` says how sure the figures are: "about" or "at least".
+        """
         process, machine = self.process, self.machine
         if machine.device == "cuda" and process.total + CONTEXT > share * machine.gpu_bytes:
             has = gib(machine.gpu_bytes)
-            return f"a training process needs {most} {process}, and a GPU has {has} GiB"
+            return f"a training process needs {qualifier} {process}, and a GPU has {has} GiB"
         if self.main > share * machine.main_bytes:
-            needs = f"{most} {gib(self.main)} GiB of main memory, {process} a process"
+            needs = f"{qualifier} {gib(self.main)} GiB of main memory, {process} a process"
             return f"the training needs {needs}, and {gib(machine.main_bytes)} GiB are available"
         return ""
 
@@ -250,7 +253,7 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
     need = Need.of(config, machine)
     certain = replace(need, process=replace(need.process, activations=0))
     remedy = functools.partial(advice, config, machine, is_pretrained=is_pretrained)
-    if not config.launch.force and (lack := certain.shortage(most="at least")):
+    if not config.launch.force and (lack := certain.shortage(qualifier="at least")):
         raise ConfigError(
             f"not enough memory: {lack}; {remedy()}; launch.force=true runs it anyway"
         )

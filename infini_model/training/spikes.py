@@ -92,10 +92,11 @@ class SpikeReports(Callback):
         self._setup, self._expect_long_work = setup, expect_long_work
 
         def past_losses() -> list[float]:
-            lines = [
-                each for each in read_metrics(setup.run_dir) if each["step"] <= setup.start.step
-            ]
-            return [line["train/loss"] for line in lines if "train/loss" in line][-WINDOW:]
+            return [
+                line["train/loss"]
+                for line in read_metrics(setup.run_dir)
+                if line["step"] <= setup.start.step and "train/loss" in line
+            ][-WINDOW:]
 
         # Rank 0 reads them for all.
         self._detector = SpikeDetector(setup.world.broadcast(past_losses))

@@ -85,11 +85,8 @@ class Follower(threading.Thread):
                 if ending and failed:
                     # It was already down before the end, so do not wait for it.
                     return
-                delay, failed, warned = (
-                    min(self._max_delay, max(2 * delay, POLL_SECONDS)),
-                    True,
-                    True,
-                )
+                delay = min(self._max_delay, max(2 * delay, POLL_SECONDS))
+                failed = warned = True
 
     def _export_new(self) -> None:
         with self._path.open("rb") as file:

@@ -211,7 +211,7 @@ class Trainer:
 
         self._read()
         self._unread = LaunchedStep(
-            step=partial(
+            make_step=partial(
                 Step,
                 number=self.step,
                 total=self.config.training.total_steps,

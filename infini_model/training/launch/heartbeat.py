@@ -53,7 +53,7 @@ def _path(run_dir: Path, rank: int) -> Path:
 
 
 def _read(run_dir: Path, ranks: Iterable[int]) -> Iterator[tuple[int, Beat]]:
-    """The last heartbeats of ranks, of each from its first one to its end."""
+    """The last heartbeat of each rank that has begun and not ended."""
     for rank in ranks:
         with contextlib.suppress(FileNotFoundError, ValueError):
             words = _path(run_dir, rank).read_text(encoding="ascii").split()
@@ -149,10 +149,8 @@ class HangDetector:
         self._polled = now
         last, self._beats = self._beats, dict(_read(self._run_dir, self._ranks))
         for rank, beat in self._beats.items():
-            is_same = rank in last and (beat.number, beat.pid) == (
-                last[rank].number,
-                last[rank].pid,
-            )
+            old = last.get(rank)
+            is_same = old is not None and (beat.number, beat.pid) == (old.number, old.pid)
             self._silence[rank] = self._silence[rank] + elapsed if is_same else 0.0
         hang = self._find_stopped(agent, elapsed) or self._find_silent()
         if hang is not None:

@@ -50,7 +50,7 @@ LINE, PROGRESS, END = "line", "progress", "end"
 
 
 class NodeLostError(Exception):
-    """A node of a gang was lost, as Ray says in an `error`, with what was running there."""
+    """A node of a gang was lost, with what was running there; `error` is what Ray raised."""
 
     def __init__(self, node: str, error: Exception) -> None:
         first_line = str(error).strip().partition("\n")[0]
@@ -84,34 +84,38 @@ class NodeLauncher:
     """The launcher on a node. A thread works; the methods, Ray's calls, return at once."""
 
     def __init__(
-        self, config: Config, dataset_dir: Path, run_dir: Path, threads: str | None
+        self, config: dict[str, Any], dataset_dir: Path, run_dir: Path, threads: str | None
     ) -> None:
-        """`threads` is the driver's OMP_NUM_THREADS."""
+        """`config` are settings as JSON; `threads` is the driver's OMP_NUM_THREADS."""
         # Ray's number of threads is meant for its own workers; a node's launcher has ranks.
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = threads
         self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        stopped = TrainingFailure("preempted", "stopped")
-        job = Job(
-            config,
-            dataset_dir,
-            run_dir,
-            timeout_seconds=None,
-            on_line=lambda line: self._messages.put((LINE, line)),
-            on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
-            stop=lambda: stopped if self._stopped.is_set() else None,
-        )
-        threading.Thread(target=self._train, args=[job], name="launcher", daemon=True).start()
+        arguments = config, dataset_dir, run_dir
+        threading.Thread(target=self._train, args=arguments, name="launcher", daemon=True).start()
 
-    def _train(self, job: Job) -> None:
+    def _train(self, config: dict[str, Any], dataset_dir: Path, run_dir: Path) -> None:
         failure = None
         try:
+            job = Job(
+                load_config(overrides=[config]),
+                dataset_dir,
+                run_dir,
+                timeout_seconds=None,
+                on_line=lambda line: self._messages.put((LINE, line)),
+                on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
+                stop=self._why_stopped,
+            )
             train_here(job)
         except Exception as error:  # noqa: BLE001 - the driver raises it
             failure = TrainingFailure.of(error)
         self._messages.put((END, failure))
+
+    def _why_stopped(self) -> TrainingFailure | None:
+        # Made anew: of several failures the first one is the cause.
+        return TrainingFailure("preempted", "stopped") if self._stopped.is_set() else None
 
     def poll(self) -> list[tuple[str, Any]]:
         """What has happened since the last call: lines, progress, and at last the end.
@@ -215,6 +219,7 @@ class RayLauncher:
             needs = needs_of(self.config.launch, nodes)
             able = sum(all(node.get(key, 0.0) >= needs[key] for key in needs) for node in nodes)
             counts = range(min(most, able), least - 1, -1)
+            # Any number of nodes divides the 0 of a run that has not begun.
             batch, ranks = self.global_batch or 0, _ranks_of(needs)
             sizes = [count for count in counts if batch % (count * ranks) == 0]
             for count in sizes:
@@ -266,9 +271,10 @@ class RayLauncher:
         if "GPU" in needs:
             # `auto` chooses once: a gang that replaces another does not go on without them.
             self.config = self.config.updated(launch={"gpus": "all"})
-        nodes, ranks = self._probe(group), _ranks_of(needs)
-        plan = BatchPlan.of(self.config.training, len(nodes) * ranks, self.global_batch)
+        ranks = _ranks_of(needs)
+        plan = BatchPlan.of(self.config.training, group.bundle_count * ranks, self.global_batch)
         self.global_batch = plan.global_batch
+        nodes = self._probe(group)
         shared = {
             "launcher": "local",
             "nodes": None,
@@ -283,8 +289,9 @@ class RayLauncher:
             config = plan.applied_to(self.config).updated(
                 launch=shared | {"node_rank": rank}, run={"name": self.run_dir.name}
             )
-            job = config, self.dataset_dir, self.run_dir, os.environ.get("OMP_NUM_THREADS")
-            launchers.append(made.options(**_on(group, rank)).remote(*job))
+            arguments = config.model_dump(mode="json"), self.dataset_dir, self.run_dir
+            placed = made.options(**_on(group, rank))
+            launchers.append(placed.remote(*arguments, os.environ.get("OMP_NUM_THREADS")))
         try:
             cause = first_cause(self._follow(nodes, launchers))
         finally:

@@ -1,6 +1,9 @@
 """What ranks do together: agree on settings, sum gradients, hold shards, wait for each other."""
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainings import on_two_ranks
 
 from infini_model.data.loading.windows import Batch
+from infini_model.data.manifest import read_manifest
 from infini_model.objectives import make_objective
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.training import distributed
@@ -21,19 +25,19 @@ from infini_model.training.distributed import (
 from infini_model.training.launch.devices import GPU_NUMBERS, Driver
 from infini_model.training.launch.heartbeat import Heartbeat
 from infini_model.training.parallel import TrainModule, build_module
-from infini_model.training.train import compute_gradients
+from infini_model.training.train import compute_gradients, train
 
 # 70 MB of parameters: far more than all else that a process allocates to make a model.
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 256}
 
 
-def disagree(folder, *given):
-    """Compare settings and dataset of the rank with those of the other, and note what is said."""
-    with join_world(given[0][0][0].launch) as world:
-        for number, each in enumerate(given):
+def disagree(folder, *settings):
+    """Compare the settings of the rank with those of the other, and note what is said."""
+    with join_world(settings[0][0].launch) as world:
+        for number, each in enumerate(settings):
             said = "nothing"
             try:
-                check_agreement(*each[world.rank], world)
+                check_agreement(each[world.rank], "key", world)
             except ConfigError as error:
                 said = str(error)
             (folder / f"{number}-{world.rank}").write_text(said)
@@ -51,9 +55,7 @@ def test_a_rank_that_was_given_a_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
         choose_device("auto", 0)
 
 
-def test_the_first_setting_or_the_dataset_that_differs_is_named_on_both_ranks(
-    make_config, tmp_path
-):
+def test_the_first_setting_that_differs_is_named_on_both_ranks(make_config, tmp_path):
     node = {"num_nodes": 2, "rdzv_endpoint": "first:1"}
     here = {
         "run": {"name": "r", "output_dir": str(tmp_path / "other")},
@@ -64,22 +66,34 @@ def test_the_first_setting_or_the_dataset_that_differs_is_named_on_both_ranks(
     }
     there = make_config(run={"name": "r"}, launch=node)
     changes = ({}, {"model": {"hidden_size": 128}}, {"logging": {"eval_steps": 6}})
-    given = [((there, "key"), (make_config(**here | each), "key")) for each in changes]
-    given.append(((there, "key"), (there, "other")))
-    on_two_ranks(disagree, tmp_path, *given)
+    on_two_ranks(disagree, tmp_path, *[(there, make_config(**here | each)) for each in changes])
     told = [
         [(tmp_path / f"{number}-{rank}").read_text() for rank in (0, 1)]
-        for number in range(len(given))
+        for number in range(len(changes))
     ]
     differ = [
         "model.hidden_size is 32 on the first machine, 128",
         "logging.eval_steps is 5 on the first machine, 6",
-        "dataset is 'key' on the first machine, 'other'",
     ]
     assert told == [
         ["nothing"] * 2,
         *([f"{each} on that of rank 1", f"{each} here"] for each in differ),
     ]
+
+
+def test_a_training_does_not_begin_with_another_dataset(dataset, make_config, tmp_path):
+    config, other = make_config(), tmp_path / "other"
+    shutil.copytree(dataset, other)
+    manifest = other / "manifest.json"
+    key = read_manifest(dataset).key
+    manifest.write_text(manifest.read_text().replace(key, "f" * len(key)))
+    with pytest.raises(Exception, match=re.escape(f"dataset is '{key}' on the first machine")):
+        on_two_ranks(train_on, config, [dataset, other], tmp_path / "run")
+
+
+def train_on(config, datasets, run_dir):
+    """Train on the dataset of this rank."""
+    train(config, datasets[int(os.environ["RANK"])], run_dir)
 
 
 def peak_bytes(*, forget=False):

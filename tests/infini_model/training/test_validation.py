@@ -138,6 +138,8 @@ def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
     recorded = [of_memory(line) for line in read_metrics(tmp_path / "run") if of_memory(line)]
     assert recorded == [{name.replace("weight", "gate") for name in AT_VALIDATION}] * 3
+    mean = curve(tmp_path / "run", "memory/layer_1/gate_mean")[12]
+    assert mean == pytest.approx(1 / (1 + math.e), abs=0.01)
 
 
 def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):

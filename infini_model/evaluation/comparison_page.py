@@ -46,10 +46,11 @@ def write_comparison(comparison: Comparison, comparisons_dir: Path) -> Files:
         ]
     drawn = [(label, run.lines) for label, run in zip(labels, comparison.runs, strict=True)]
     curves = plot_runs(drawn, folder / "loss.png")
-    text, markdown = _text(comparison, curves, folder), folder / "comparison.md"
+    text = _text(comparison, curves, folder)
     title = text.partition("\n")[0].removeprefix("# ")
-    html = write_pages(text, title, markdown, [curves] if curves else [])
-    return Files(markdown, html, curves)
+    files = Files(folder / "comparison.md", folder / "comparison.html", curves)
+    write_pages(text, title, files.markdown, files.html, [curves] if curves else [])
+    return files
 
 
 def comparison_name(names: Sequence[str]) -> str:

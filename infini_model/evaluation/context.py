@@ -204,7 +204,7 @@ class EvalContext:
         """As `Scorer.losses`, for sequences that a task makes itself."""
         return self._scorer.losses(batch, empty_memory=empty_memory)
 
-    def kept(self, task: str, settings: Mapping[str, object]) -> Path:
+    def kept_folder(self, task: str, settings: Mapping[str, object]) -> Path:
         """The folder of the finished parts of a task, named by all that decides the results.
 
         `settings` are JSON values.

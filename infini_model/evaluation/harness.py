@@ -207,15 +207,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                     f"prompt and answer must fit its segment_length of {config.segment_length}"
                 )
             prompts = [prompt[-room:] for prompt in prompts]
-        new: list[list[int | None]] = [[] for _ in prompts]
+        new: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
         newest = max((len(stop.encode()) for stop in until), default=0) + STOP_CONTEXT
         for tokens in stream(self._model, prompts, sampling, rows=rows):
             for row in tuple(going):
-                new[row].append(tokens[row])
+                if (token := tokens[row]) is not None:
+                    new[row].append(token)
                 # A stop string may span several tokens.
                 end = self._text.decode(new[row][-newest:]) if until else ""
-                if tokens[row] == sampling.eos_token_id or any(stop in end for stop in until):
+                if token in (None, sampling.eos_token_id) or any(stop in end for stop in until):
                     going.remove(row)
             if not going:
                 break

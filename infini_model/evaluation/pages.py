@@ -56,17 +56,17 @@ def picture(caption: str, path: Path, folder: Path) -> str:
     return f"![{caption}]({path.relative_to(folder).as_posix()})"
 
 
-def write_pages(text: str, title: str, markdown: Path, pictures: Sequence[Path]) -> Path:
-    """Write `text` as Markdown and, beside it, as a page that holds its `pictures`; returns that.
+def write_pages(
+    text: str, title: str, markdown: Path, page: Path, pictures: Sequence[Path]
+) -> None:
+    """Write `text` as Markdown and, in the same folder, as a page that holds its `pictures`.
 
     Raises `UserError` if the disk is full.
     """
     found = {path.relative_to(markdown.parent).as_posix(): path for path in pictures}
-    page = markdown.with_suffix(".html")
     for path, content in ((markdown, text), (page, to_html(text, title, found))):
         with atomic_file(path) as temporary:
             temporary.write_text(content, encoding="utf-8")
-    return page
 
 
 def to_html(text: str, title: str, pictures: Mapping[str, Path]) -> str:

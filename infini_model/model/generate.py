@@ -87,7 +87,9 @@ def generate(
     eos_token_id: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
-    """Continue each prompt. The arguments that are not told here are those of `Sampling`.
+    """Continue each prompt.
+
+    Arguments that are not described here are those of `infini_model.model.generate.Sampling`.
 
     Args:
         model: The model, used on its own device and, where `model.precision` is of 16 bits, with

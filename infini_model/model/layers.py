@@ -46,7 +46,8 @@ class LayerContext(NamedTuple):
 
     Attributes:
         rope: (cos, sin) by position inside the segment, each [segment_length, D].
-        reset: [B, segments] bool, true where a segment starts a new document; None is never.
+        reset: [B, segments] bool, true where a segment starts a new document; None means
+            that none does.
         update: Where the tokens go in the open segment of each row; None if they start on a segment
             border.
         streams: The first B / streams rows are written to the memory, which all rows read.

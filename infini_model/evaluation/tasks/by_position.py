@@ -169,12 +169,15 @@ def find_long_documents(context: EvalContext) -> LongDocuments | str:
         if not context.manifest.splits[split].tokens:
             continue
         stream = open_split(context.dataset_dir, split)
-        lengths = np.concatenate([*stream.lengths()])
-        starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[lengths > needed]
+        found, start = [np.zeros(0, np.int64)], 0
+        for lengths in stream.lengths():
+            ends = start + np.cumsum(lengths, dtype=np.int64)
+            found.append((ends - lengths)[lengths > needed])
+            start, longest = int(ends[-1]), max(longest, int(lengths.max()))
+        starts = np.concatenate(found)
         if len(starts) >= FEWEST:
             chosen = starts[sample_windows(len(starts), settings.max_documents)]
             return LongDocuments(split, stream, chosen, len(starts), segments, shape.segment_length)
-        longest = max(longest, int(lengths.max()))
     return (
         "The loss along documents was not measured: no held-out split has two of more than "
         f"{needed:,} tokens ({segments:,} segments). The longest document has {longest:,} tokens; "
@@ -185,7 +188,7 @@ def find_long_documents(context: EvalContext) -> LongDocuments | str:
 def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
     """Score the documents; finished batches are kept, so that an interrupted one resumes."""
     settings = {"segments": documents.segments, "max_documents": len(documents.starts)}
-    folder = context.kept("loss_by_position", settings)
+    folder = context.kept_folder("loss_by_position", settings)
     # As many documents as, two of each, fill the windows of a batch.
     tokens = context.config.evaluation.batch_size * context.config.packing.context_length
     size = max(1, tokens // (2 * documents.segments * documents.segment_length))

@@ -31,8 +31,6 @@ try:
     import lm_eval
     from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
-
-    from infini_model.evaluation.harness import HarnessModel
 except ImportError as error:
     raise UserError(
         "evaluation.tasks: lm_eval needs a package: pip install lm-eval -c requirements.lock"
@@ -173,6 +171,8 @@ def _measure(loaded: dict[str, Any], name: str, context: EvalContext) -> list[Me
         reported = done
 
     def measure() -> list[dict[str, Any]]:
+        from infini_model.evaluation.harness import HarnessModel
+
         model = HarnessModel(
             context.model,
             load_dataset_tokenizer(context.dataset_dir),
@@ -198,7 +198,7 @@ def _measure(loaded: dict[str, Any], name: str, context: EvalContext) -> list[Me
         if task.get_config("num_fewshot"):
             contents[-1].append(_hash(task.fewshot_docs()))
     identity = {"content": content_key(contents), "limit": limit, "harness": version("lm_eval")}
-    kept = kept_or_computed(context.kept("lm_eval", identity), "measured", measure)
+    kept = kept_or_computed(context.kept_folder("lm_eval", identity), "measured", measure)
     report(1.0)
     return [Measured(**each) for each in kept]
 

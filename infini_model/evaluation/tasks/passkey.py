@@ -99,7 +99,7 @@ class Passkey(EvaluationTask):
         settings = self.settings(context)
         trials = Trials(context, self.name, settings)
         whole = settings.updated(lengths=[], trials=0).model_dump(mode="json")
-        folder = context.kept(self.name, whole)
+        folder = context.kept_folder(self.name, whole)
         rows, depths = context.config.evaluation.batch_size, len(settings.depths)
 
         def counted(length: int, number: int) -> list[list[int]]:

@@ -91,7 +91,7 @@ class Recall(EvaluationTask):
             return TaskResult(section=NEEDS_CAUSAL)
         shape, tokens = _alphabet(context)
         # One more length costs only itself.
-        folder = context.kept("recall", settings.updated(lengths=[]).model_dump(mode="json"))
+        folder = context.kept_folder("recall", settings.updated(lengths=[]).model_dump(mode="json"))
         measured = {}
         for segments in sorted(set(settings.lengths)):
             own = np.random.SeedSequence((seed, segments)).generate_state(1)[0]

@@ -48,7 +48,7 @@ class Sample(EvaluationTask):
         elif found := _first(stream.lengths(), lambda tokens: tokens > settings.prompt_tokens + 1):
             number, _ = found
         else:
-            number = int(np.concatenate([*stream.lengths()]).argmax())
+            number = _longest(stream.lengths())
         document = stream.document(number)[:-1]  # without its end-of-text token
         prompt, rest = document[:longest], document[longest:]
         if len(prompt) == 0:
@@ -98,3 +98,14 @@ def _first(
             return first + here, int(lengths[here])
         first += len(lengths)
     return None
+
+
+def _longest(chunks: Iterable[np.ndarray]) -> int:
+    """The number of the first of the longest documents."""
+    first = longest = most = 0
+    for lengths in chunks:
+        here = int(lengths.argmax())
+        if lengths[here] > most:
+            longest, most = first + here, int(lengths[here])
+        first += len(lengths)
+    return longest

@@ -88,7 +88,10 @@ def make_run(run_dir, config, steps=(20, 40), std=0.3):
 
 
 class Made:
-    """A dataset and a run in the folder `root`, evaluated with different settings."""
+    """A dataset and a run in the folder `root`, evaluated with different settings.
+
+    Tests share it and do not change its files.
+    """
 
     def __init__(self, root, steps=(40,), **own):
         self.root, self.own, self.steps = root, own, steps

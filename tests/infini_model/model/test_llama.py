@@ -38,6 +38,17 @@ def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
     assert InfiniLlama(tiny_config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
 
 
+def test_in_bf16_the_loss_is_close_and_the_memory_in_float32():
+    tokens, labels = ids(2, 12), ids(2, 12, seed=1)
+    exact = build(dtype=torch.float32, initializer_range=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = exact(tokens, labels=labels)
+    rounded = build(dtype=torch.bfloat16, initializer_range=0.05)(tokens, labels=labels)
+    for out in (under, rounded):
+        assert out.state.layers[0].memory.kv.dtype == torch.float32
+        close(out.loss, exact(tokens, labels=labels).loss, 0.02)
+
+
 def test_a_new_residual_memory_learns_though_it_adds_nothing():
     """The weights first, then what depends on them."""
     model, tokens = InfiniLlama(tiny_config(memory="residual", initializer_range=0.3)), ids(2, 20)

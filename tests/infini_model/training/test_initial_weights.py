@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
-from commands import run, stage
+from commands import dataset_of, run, stage
 from curves import curve
 from llamas import BESIDE, SEGMENT, from_weights, recorded, write_llama
 from local_hub import Repository, serve_hub
@@ -196,6 +196,17 @@ def too_many_tokens(folder):
     train_tokenizer([["a text"]], 257).save(folder)
 
 
+def test_the_tokenizer_of_an_export_of_bytes_has_no_file(
+    make_config, dataset, text_files, tmp_path
+):
+    first = make_config(training={"max_steps": 1})
+    train(first, dataset, tmp_path / "first")
+    file, weights = tmp_path / "config.yaml", tmp_path / "first" / "model"
+    config = of_texts(from_weights(make_config(), weights), text_files, "model")
+    file.write_text(dump_config(find_initial_weights(config).pinned_in(config)))
+    assert read_manifest(dataset_of(file)).tokenizer.spec == "bytes"
+
+
 @pytest.mark.parametrize(
     ("spoil", "changes", "message"),
     [
@@ -208,13 +219,24 @@ def too_many_tokens(folder):
         ),
         (
             lambda folder: None,
+            {
+                "training": {"objective": "masked_diffusion"},
+                "model": {"initial_weights": "llama", "mask_token_id": 260},
+            },
+            "mask_token_id 260 is outside the vocabulary of 260",
+        ),
+        (
+            lambda folder: None,
             {"model": {"initial_weights": "lla ma", "segment_length": 16}},
             "model.initial_weights: there is no folder lla ma, and on the hub: model lla ma: ",
         ),
     ],
-    ids=["gone", "a tensor", "tokenizer", "neither a folder nor on the hub"],
+    ids=["gone", "a tensor", "tokenizer", "mask token", "neither a folder nor on the hub"],
 )
-def test_weights_that_do_not_fit_are_refused_in_one_line(config, llama, spoil, changes, message):
+def test_weights_that_do_not_fit_are_refused_in_one_line(
+    config, llama, monkeypatch, tmp_path, spoil, changes, message
+):
+    monkeypatch.chdir(tmp_path)
     asked = validate(config.model_dump(mode="json") | changes)
     spoil(llama)
     with pytest.raises(UserError) as caught:

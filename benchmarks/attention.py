@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.report import Cell, Ratio, publish, speed_ratio, stopwatch, take_turns
 from infini_model.config import ModelConfig
 from infini_model.model.attention import infini_attention
-from infini_model.model.layers import Attention
+from infini_model.model.layers import Attention, LayerContext
 from infini_model.model.rotary import rope_tables
 
 try:
@@ -128,7 +128,7 @@ def layers(length: int, options: argparse.Namespace) -> Works:
     )
 
     def layer() -> Tensor:
-        out: Tensor = attention(norm(x), (cos, sin), None, None)[0]
+        out: Tensor = attention(norm(x), LayerContext((cos, sin)), None)[0]
         return out
 
     works: Works = {LAYER: trained(layer, x, gradient, norm, attention)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.model.layers import Attention
+from infini_model.model.layers import Attention, LayerContext
 from infini_model.model.rotary import Rope, rope_tables, rotate
 from infini_model.model.state import LayerState, empty_memory
 
@@ -60,19 +60,16 @@ def window(tokens: int | None, own: int = 32) -> Form:
     def forward(
         self: Attention,
         x: Tensor,
-        rope: Rope,
+        context: LayerContext,
         state: LayerState | None,  # noqa: ARG001 - it trains and scores whole sequences
-        reset: Tensor | None,
-        streams: int = 1,  # noqa: ARG001
-        *,
-        keep_state: bool = True,  # noqa: ARG001
     ) -> tuple[Tensor, LayerState]:
         q, k, v = self.project(x)
         whole = _rope(x.size(1), self.head_dim, self.config.rope_theta, x.device)
         out = window_attention(
-            rotate(q, whole), rotate(k, whole), v, tokens, self.config.segment_length, reset
+            rotate(q, whole), rotate(k, whole), v, tokens, self.config.segment_length, context.reset
         )
-        after = self._state_after(q, k, v, k, None, empty_memory(self.config, k), rope)
+        memory = empty_memory(self.config, k)
+        after = self._state_after(q, k, v, k, None, memory, context.rope)
         return self.o_proj(out.transpose(1, 2).flatten(2)), after
 
     kept = (1024 if tokens is None else tokens) - own

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from infini_model.config import AttentionBackend, LoraConfig, ModelConfig
 from infini_model.model.hf.adapter import read_adapter, read_adapter_tensors
 from infini_model.model.hf.config import read_config
-from infini_model.model.hf.weights import checked_tensors, read_tensors, write_checkpoint
+from infini_model.model.hf.weights import (
+    checked_tensors,
+    read_tensors,
+    with_own_output,
+    write_checkpoint,
+)
 from infini_model.model.layers import MEMORY_PARAMETERS, Attention, Decoder
 from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
 from infini_model.model.loss import IGNORED, fused_linear_cross_entropy
@@ -343,7 +348,7 @@ class InfiniLlama(nn.Module):
         """
         if adapter is not None:
             lora = read_adapter(Path(adapter)).lora
-        config = read_config(Path(adapter or folder), overrides)
+        config = with_own_output(Path(folder), read_config(Path(adapter or folder), overrides))
         with torch.device("meta"):
             model = cls(config, attention_backend=attention_backend, lora=lora)
         shapes = model._shapes()
@@ -372,11 +377,11 @@ class InfiniLlama(nn.Module):
 
     @classmethod
     def check_pretrained(cls, folder: str | Path, **overrides: object) -> ModelConfig:
-        """Check a folder as `from_pretrained` does, reading only the headers of its files.
+        """Check a folder as `from_pretrained` does, by the headers of its files.
 
         Returns the shape of the model that `from_pretrained` loads. Raises `CheckpointError`.
         """
-        config = read_config(Path(folder), overrides)
+        config = with_own_output(Path(folder), read_config(Path(folder), overrides))
         with torch.device("meta"):
             model = cls(config)
         checked_tensors(Path(folder), model._shapes())

@@ -2,5 +2,5 @@
 
 The settings of Infini-attention are stored in config.json under one key, `infini_attention`, which
 `transformers` preserves and ignores, and its parameters as tensors such as `…self_attn.gate`, named
-as in the model. A bidirectional model, with a memory or without, is stored as a LLaDA.
+as in the model. Without a memory a model is stored as a Llama or, if it is bidirectional, a LLaDA.
 """

@@ -1,5 +1,8 @@
 """config.json: Hugging Face's fields of a Llama or of a LLaDA, and ours under one key.
 
+Only what is a Llama calls itself one. A model with a memory is an `infini_llama` with the fields of
+a Llama, so that no program takes it for a model that computes something else.
+
 LLaDA (arXiv 2502.09992) is a Llama in which every position sees the whole sequence. Its config.json
 has the fields of OLMo, of which only the combination that is a Llama is supported.
 """
@@ -42,16 +45,20 @@ class _Architecture(NamedTuple):
     defaults: Mapping[str, object]
 
 
+# Fields of a model with a memory that a Llama has no name for.
+_DIFFUSION_FIELDS = ("bidirectional", "mask_token_id")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "initializer_range")
+_LLAMA = _Architecture(
+    {name: name for name in ("vocab_size", *_SIZES, *_OPTIONAL, "rms_norm_eps")}
+    | {"segment_length": "max_position_embeddings"},
+    ("vocab_size", *_SIZES),
+    {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
+    {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+)
 _ARCHITECTURES = {
-    "llama": _Architecture(
-        {name: name for name in ("vocab_size", *_SIZES, *_OPTIONAL, "rms_norm_eps")}
-        | {"segment_length": "max_position_embeddings"},
-        ("vocab_size", *_SIZES),
-        {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
-        {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    ),
+    "llama": _LLAMA,
+    "infini_llama": _LLAMA,
     "llada": _Architecture(
         {
             "vocab_size": "embedding_size",
@@ -136,7 +143,9 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     tree = read_json(path)
     kind = tree.get("model_type")
     if kind not in _ARCHITECTURES:
-        raise CheckpointError(f"{path}: model_type is {kind!r}; llama and llada are read")
+        raise CheckpointError(
+            f"{path}: unsupported model_type {kind!r}; supported: {', '.join(_ARCHITECTURES)}"
+        )
     names, required, only, defaults = _ARCHITECTURES[kind]
     given = {**defaults, **{name: value for name, value in tree.items() if value is not None}}
     for name in required:
@@ -153,6 +162,7 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         ours += _LLADA_LACKS
     else:
         fields = _rope_fields(given, path)
+        ours += _DIFFUSION_FIELDS
     fields |= {name: given[theirs] for name, theirs in names.items() if theirs in given}
     infini = _mapping(tree.get("infini_attention", {}), f"{path}: infini_attention")
     fields |= {name: infini[name] for name in ours if name in infini}
@@ -180,9 +190,21 @@ def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
+def model_type(config: ModelConfig) -> str:
+    """The kind of model that config.json calls itself."""
+    if config.memory != "none":
+        return "infini_llama"
+    return "llada" if config.bidirectional else "llama"
+
+
+def read_model_type(folder: Path) -> object:
+    """The kind of model that the config.json of a folder says it is. Raises `CheckpointError`."""
+    return read_json(folder / CONFIG).get("model_type")
+
+
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:
     """The contents of config.json for a model whose weights have `dtype`."""
-    kind = "llada" if config.bidirectional else "llama"
+    kind = model_type(config)
     names, _, only, _ = _ARCHITECTURES[kind]
     infini = {name: getattr(config, name) for name in _INFINI_FIELDS}
     tree: dict[str, object] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
@@ -197,7 +219,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
     }
     if tokens.tokenizer is not None:
         tree[TOKENIZER_NAME] = tokens.tokenizer
-    if config.bidirectional:
+    if kind == "llada":
         infini |= config.model_dump(include=set(_LLADA_LACKS))
         tree |= {
             "vocab_size": config.vocab_size,
@@ -209,9 +231,11 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
             **dict.fromkeys(("attention_dropout", "embedding_dropout", "residual_dropout"), 0.0),
         }
     else:
+        if config.bidirectional:
+            infini |= config.model_dump(include=set(_DIFFUSION_FIELDS))
         scaling = None if config.rope_scaling is None else config.rope_scaling.model_dump()
         tree |= {
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": ["LlamaForCausalLM" if kind == "llama" else "InfiniLlamaForCausalLM"],
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": (scaling or {"rope_type": "default"})

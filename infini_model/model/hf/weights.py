@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,8 +27,10 @@ from infini_model.model.hf.config import (
     WEIGHTS,
     TokenIds,
     config_json,
+    model_type,
     read_config,
     read_json,
+    read_model_type,
 )
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
@@ -63,9 +67,9 @@ _UNUSED = (*MEMORY_TENSORS, "rotary_emb.inv_freq")
 log = logging.getLogger(__name__)
 
 
-def _stored_name(name: str, *, is_llada: bool) -> str:
+def _stored_name(name: str, kind: object) -> str:
     """What the tensor `name` of a model is called in its files; different ones stay different."""
-    for ours, theirs in _LLADA_NAMES.items() if is_llada else ():
+    for ours, theirs in _LLADA_NAMES.items() if kind == "llada" else ():
         name = name.replace(ours, theirs)
     return name
 
@@ -103,24 +107,35 @@ def read_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
     Raises `CheckpointError` for a damaged file, and for a tensor that is unexpected, misshapen or
     quantised.
     """
-    tensors = {}
+    tensors, unread = {}, set[str]()
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+            if name not in shapes:
+                unread |= {kind for kind in MEMORY_PARAMETERS if name.endswith(f".{kind}")}
+                if name in _OUTPUTS or name.endswith(_UNUSED):
+                    continue
+                raise CheckpointError(f"{path}: unexpected tensor {name}")
+            where, header = f"{path}: tensor {name}", file.get_slice(name)
+            if (dtype := header.get_dtype()) not in _DTYPES:
+                takes = ", ".join(_DTYPES)
+                raise CheckpointError(f"{where}: expected dtype {takes}, got {dtype}")
+            if (shape := header.get_shape()) != (expected := list(shapes[name])):
+                raise CheckpointError(f"{where}: expected shape {expected}, got {shape}")
+            tensors[name] = file.get_tensor(name)
+    if unread:
+        names = ", ".join(sorted(unread))
+        log.warning("%s: not read, as the model has no use for it: %s", path, names)
+    return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises `CheckpointError` if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                if name not in shapes:
-                    if name in _OUTPUTS or name.endswith(_UNUSED):
-                        continue
-                    raise CheckpointError(f"{path}: unexpected tensor {name}")
-                where, header = f"{path}: tensor {name}", file.get_slice(name)
-                if (dtype := header.get_dtype()) not in _DTYPES:
-                    takes = ", ".join(_DTYPES)
-                    raise CheckpointError(f"{where}: expected dtype {takes}, got {dtype}")
-                if (shape := header.get_shape()) != (expected := list(shapes[name])):
-                    raise CheckpointError(f"{where}: expected shape {expected}, got {shape}")
-                tensors[name] = file.get_tensor(name)
+            yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: unreadable safetensors file: {error}") from error
-    return tensors
 
 
 def checked_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -133,7 +148,7 @@ def checked_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
             shape, or a file is cut off.
     """
     config, files, found = read_config(folder, {}), weight_files(folder), dict[str, Tensor]()
-    names = {_stored_name(name, is_llada=config.bidirectional): name for name in shapes}
+    names = {_stored_name(name, read_model_type(folder)): name for name in shapes}
     expected = {stored: shapes[name] for stored, name in names.items()}
     for stored, name in names.items():
         if name in _VOCABULARY and config.vocab_size is not None:
@@ -158,8 +173,8 @@ def read_tensors(
 
     A folder without any gate (or shift) is a plain Llama: gates start at the `gate_start` of
     `config`, and shifts at μ = 0, which is the paper's form; a residual memory starts as in a new
-    model, for it adds nothing at first. A warning is logged. Where the model has more tokens than
-    the folder, each of their rows is the mean of the folder's.
+    model, with shifts at 0.5, for it adds nothing at first. A warning is logged. Where the model
+    has more tokens than the folder, each of their rows is the mean of the folder's.
 
     Raises `CheckpointError` as `checked_tensors`.
     """
@@ -169,13 +184,39 @@ def read_tensors(
     }
     shift = 0.5 if config.memory == "residual" else 0.0
     starts = {"gate": config.gate_start, "memory_key_shift": shift, "memory_query_shift": shift}
+    begun = []
     for parameter in MEMORY_PARAMETERS:
         start = starts.get(parameter, 0.0)
         names = [n for n in shapes if n.endswith(f".{parameter}") and n not in tensors]
         tensors |= {name: torch.full(shapes[name], start, dtype=dtypes[name]) for name in names}
-        if names:
-            log.warning("%s: no %s found; initialised to %g", folder, parameter, start)
+        begun += [f"{parameter} {start:g}"] if names else []
+    if begun:
+        log.warning("%s: has no weights of a memory; initialised: %s", folder, ", ".join(begun))
     return tensors
+
+
+def with_own_output(folder: Path, config: ModelConfig) -> ModelConfig:
+    """`config`, untied if the folder holds an output layer that is not its embedding.
+
+    A line says so. Raises `CheckpointError` for a file that is missing or damaged.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    names = [_stored_name(name, read_model_type(folder)) for name in _VOCABULARY]
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            found |= {name: file.get_tensor(name) for name in {*names} & {*file.keys()}}
+    embedding, output = map(found.get, names)
+    if embedding is None or output is None or torch.equal(embedding, output):
+        return config
+    log.warning(
+        "%s: tie_word_embeddings is true, but %s is not the embedding: it is kept, and the model "
+        "is not tied",
+        folder / CONFIG,
+        names[1],
+    )
+    return config.updated(tie_word_embeddings=False)
 
 
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -206,7 +247,7 @@ def write_files(
     *,
     shard_bytes: int | str = "5GB",
 ) -> None:
-    """Write a LLaDA's files to a folder if the model is bidirectional, else a Llama's.
+    """Write the files of a Llama, of a LLaDA or of a model with a memory to a folder.
 
     Args:
         folder: A temporary folder.
@@ -220,7 +261,7 @@ def write_files(
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    stored = {_stored_name(n, is_llada=config.bidirectional): t for n, t in tensors.items()}
+    stored = {_stored_name(name, model_type(config)): each for name, each in tensors.items()}
     shards = split_torch_state_dict_into_shards(stored, max_shard_size=shard_bytes)
     for file, names in shards.filename_to_tensors.items():
         save_tensors({name: stored[name].contiguous() for name in names}, folder / file)

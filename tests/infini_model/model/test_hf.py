@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from infini_model.model.hf.config import TokenIds
+from infini_model.model.hf.config import TokenIds, read_config
 from infini_model.model.hf.weights import write_files
 from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
@@ -139,8 +139,7 @@ def test_reads_what_transformers_writes(tmp_path, caplog, tie, shard, dtype):
     model = InfiniLlama.from_pretrained(tmp_path, memory="linear")
     assert_close(model, llama)
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}: no gate found; initialised to -2",
-        f"{tmp_path}: no memory_key_shift found; initialised to 0",
+        f"{tmp_path}: has no weights of a memory; initialised: gate -2, memory_key_shift 0"
     ]
     assert {gates.mean for gates in model.gate_statistics()} == {
         torch.tensor(-2.0).sigmoid().item()
@@ -211,6 +210,8 @@ def test_a_round_trip_with_memory(tmp_path, caplog, changes):
     assert torch.equal(logits(again), logits(model))
     assert not caplog.records
     plain = InfiniLlama.from_pretrained(folder, memory="none")
+    (unread,) = (record.getMessage() for record in caplog.records)
+    assert "not read, as the model has no use for it: " in unread
     assert not any(name.endswith(MEMORY_PARAMETERS) for name, _ in plain.named_parameters())
 
 
@@ -224,11 +225,46 @@ def test_a_llama_that_gets_a_residual_memory_is_bit_for_bit_what_it_was_in_segme
     )
     assert torch.equal(logits(with_memory), logits(without))
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "no memory_weight found; initialised to 0",
-        "no memory_write_gate found; initialised to 0",
-        "no memory_forget_gate found; initialised to 0",
-        "no memory_key_shift found; initialised to 0.5",
+        "has no weights of a memory; initialised: memory_weight 0, memory_write_gate 0, "
+        "memory_forget_gate 0, memory_key_shift 0.5"
     ]
+
+
+def test_an_output_layer_of_a_folder_that_says_it_is_tied_is_kept(tmp_path, caplog):
+    llama = theirs(tie_word_embeddings=False)
+    llama.save_pretrained(tmp_path)
+    edit(tmp_path, tie_word_embeddings=True)
+    model = InfiniLlama.from_pretrained(tmp_path, memory="none")
+    assert_close(model, llama)
+    assert not InfiniLlama.check_pretrained(tmp_path).tie_word_embeddings
+    told = {record.getMessage() for record in caplog.records}
+    assert len(told) == 1
+    assert "lm_head.weight is not the embedding: it is kept" in told.pop()
+    caplog.clear()
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert InfiniLlama.from_pretrained(tmp_path, memory="none").config.tie_word_embeddings
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_model_with_a_memory_is_not_taken_for_a_llama_or_a_llada(tmp_path, bidirectional):
+    mask = {"mask_token_id": 49} if bidirectional else {}
+    model = ours(memory="residual", bidirectional=bidirectional, **mask)
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match="infini_llama"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    again = InfiniLlama.from_pretrained(tmp_path / "m")
+    assert again.config == model.config
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_folder_of_a_memory_that_calls_itself_a_llama_is_read(tmp_path):
+    model = ours(memory="residual")
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, model_type="llama", architectures=["LlamaForCausalLM"])
+    assert torch.equal(logits(InfiniLlama.from_pretrained(tmp_path)), logits(model))
 
 
 def test_omitted_fields_have_hugging_faces_defaults(tmp_path):
@@ -266,7 +302,7 @@ def test_the_fields_of_a_llada_become_the_model_config(tmp_path):
     edit(llada, n_kv_heads=None, embedding_size=None, weight_tying="drop")
     config = InfiniLlama.check_pretrained(llada)
     assert (config.key_value_heads, config.vocab_size) == (4, 50)
-    assert config.tie_word_embeddings  # LLaDA's default
+    assert read_config(llada, {}).tie_word_embeddings  # LLaDA's default
     edit(llada, vocab_size=47, embedding_size=50)  # a padded embedding counts with all its rows
     assert InfiniLlama.check_pretrained(llada).vocab_size == 50
 
@@ -306,7 +342,7 @@ def test_a_larger_vocabulary_appends_mean_rows(tmp_path, bidirectional, tied):
 @pytest.mark.parametrize(
     ("write", "changes", "message"),
     [
-        (write_llama, {"model_type": "gpt2"}, "model_type is 'gpt2'; llama and llada are read"),
+        (write_llama, {"model_type": "gpt2"}, "unsupported model_type 'gpt2'; supported: llama, "),
         (write_llama, {"hidden_size": "drop"}, "hidden_size is missing"),
         (write_llama, {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
         (write_llama, {"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),

@@ -24,7 +24,7 @@ from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, merge, parse_override
 from infini_model.config.locations import is_url
 from infini_model.config.tree import RunConfig
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
+from infini_model.data.tokenizers.stated import TOKENIZER_FILE
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import CheckpointError, StageError, UserError
 from infini_model.runtime.holders import Holder, flow_run_page

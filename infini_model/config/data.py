@@ -51,7 +51,10 @@ Share = Annotated[str, takes("I/N with 1 <= I <= N, such as 2/4", _is_share)]
 
 
 def _is_template(value: str) -> bool:
-    return value.count("{content}") == 1 and "{role}" in value.partition("{content}")[0]
+    is_jinja = "{{" in value or "{%" in value
+    return is_jinja or (
+        value.count("{content}") == 1 and "{role}" in value.partition("{content}")[0]
+    )
 
 
 Pairs = Annotated[
@@ -63,13 +66,13 @@ Pairs = Annotated[
 ]
 Template = Annotated[
     str,
-    takes("text with one {content}, and {role} in front of it", _is_template),
+    takes("text with one {content} and {role} in front of it, or a Jinja template", _is_template),
     Field(
-        description="How a message becomes text, if data.source.pairs; the last message of the "
-        "assistant is the answer, and what precedes its {content} belongs to the prompt."
+        description="How messages become text, if data.source.pairs: the text of a message with "
+        "{role} and {content}, or a program in Jinja as in chat_template.jinja. null (default) is "
+        "the chat template of the tokenizer, or {role}:\\n{content}\\n\\n if it has none."
     ),
 ]
-TEMPLATE = "{role}:\n{content}\n\n"
 KIND = (
     "files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given keys."
 )
@@ -99,7 +102,7 @@ class FilesSource(Section):
     min_characters: NonNegativeInt = 0
     """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: Pairs = False
-    template: Template = TEMPLATE
+    template: Template | None = None
 
 
 class HubSource(Section):
@@ -123,7 +126,7 @@ class HubSource(Section):
     """Shortest document to keep, in characters, applied after limit; 0 drops empty documents
     only."""
     pairs: Pairs = False
-    template: Template = TEMPLATE
+    template: Template | None = None
 
 
 def source_kind(value: Any) -> Any:
@@ -146,6 +149,9 @@ class TokenizerConfig(Section):
     """bytes (each UTF-8 byte is a token), train (train a byte-level BPE on the corpus), model (that
     of model.initial_weights), a path to a tokenizer.json, or the name of a tokenizer on the Hub,
     optionally with @revision."""
+    eos_token: NonEmpty | None = None
+    """Token that ends every document; null (default) is the one that the tokenizer's files state,
+    or a special token that is known to end a text, such as <|endoftext|>."""
     vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = 4096
     """Vocabulary size of the tokenizer that spec=train trains."""
     retrain: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infini_model.config import MEBIBYTE, Config, DataConfig
@@ -107,11 +107,16 @@ def requested_dataset(
         config,
         TokenizerStore(datasets_dir, store),
     )
+    if reading.template is not None:
+        chat = tokenizer.chat(config.source.template)
+        tokenizer.state_chat(chat)
+        reading = replace(reading, template=chat)
     record = TokenizerRecord(
         spec=tokenizer.spec,
         vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
+        files=tokenizer.files,
         fingerprint=tokenizer.fingerprint,
         dtype=id_dtype(tokenizer.vocab_size).name,
     )

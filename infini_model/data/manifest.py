@@ -65,7 +65,8 @@ class SplitRecord(Record):
 class TokenizerRecord(Record):
     """The tokenizer of a dataset; `dtype` is the smallest type that holds its ids.
 
-    `bos_token_id` is the token that begins every document, None if nothing does.
+    `bos_token_id` is the token that begins every document, None if nothing does. `files` are those
+    that it is loaded from, in the folder of the dataset.
     """
 
     spec: str
@@ -74,6 +75,7 @@ class TokenizerRecord(Record):
     bos_token_id: int | None = Field(default=None, exclude_if=lambda token: token is None)
     fingerprint: str
     dtype: Literal["uint8", "uint16", "int32"]
+    files: tuple[str, ...] = ("tokenizer.json",)
 
 
 class TokenizerSample(Record):
@@ -167,7 +169,7 @@ def metadata_files(manifest: Manifest) -> Iterator[str]:
     """The files beside the shards, as paths in the dataset folder."""
     yield "dataset_dict.json"
     if manifest.tokenizer.spec != "bytes":
-        yield "tokenizer.json"
+        yield from manifest.tokenizer.files
     for split in SPLITS:
         yield f"{split}/state.json"
         yield f"{split}/dataset_info.json"

@@ -212,5 +212,6 @@ def _prepare(job: Job, spec: PartitionSpec) -> tuple[Datasets, Tokenizer]:
     check_device(job.device)
     place, store = job.place, job.place if is_url(job.place) else None
     datasets = datasets_at(place if store is None else working_folder(store), store)
-    tokenizer = datasets.tokenizers.load(spec.tokenizer.fingerprint, spec.tokenizer.spec)
+    record = spec.tokenizer
+    tokenizer = datasets.tokenizers.load(record.fingerprint, record.spec, record.eos_token_id)
     return datasets, on_device(tokenizer, job.device)

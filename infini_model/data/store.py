@@ -35,7 +35,6 @@ from infini_model.data.manifest import (
     read_origin,
 )
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.data.verify import Verified
@@ -269,7 +268,8 @@ class StoredDatasets(Datasets):
                 if tokenizer is not None:
                     tokenizer.save(temporary)
                 elif manifest.tokenizer.spec != "bytes":
-                    self._store.download(f"{name}/{TOKENIZER_FILE}", temporary / TOKENIZER_FILE)
+                    for file in manifest.tokenizer.files:
+                        self._store.download(f"{name}/{file}", temporary / file)
                 write_record(temporary / ORIGIN, Origin(datasets=self.place))
 
     def write(self, manifest: Manifest, tokenizer: Tokenizer) -> None:

@@ -27,7 +27,7 @@ STOP_CONTEXT = 8
 
 
 def read_settings(
-    arguments: dict[str, Any], seed: int, eos_token_id: int
+    arguments: dict[str, Any], seed: int, end_token_ids: tuple[int, ...]
 ) -> tuple[tuple[str, ...], Sampling]:
     """The stop strings and the sampling that a request's `generation_kwargs` ask for.
 
@@ -41,7 +41,7 @@ def read_settings(
         top_k=given.pop("top_k", None) or None,
         top_p=given.pop("top_p", None),
         seed=seed,
-        eos_token_id=eos_token_id,
+        eos_token_id=end_token_ids,
     )
     if given:
         raise UserError(
@@ -168,12 +168,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         Raises `UserError` if a setting is not supported or out of its range, or a model without a
         memory has no room for the prompt besides `max_gen_toks`.
         """
-        seed, eos = self._seed, self._text.eos_token_id
+        seed, ends = self._seed, self._text.end_token_ids
         asked = [
             (
                 number,
                 self.tok_encode(prompt) or [self.eot_token_id],
-                *read_settings(kwargs, seed, eos),
+                *read_settings(kwargs, seed, ends),
             )
             for number, (prompt, kwargs) in enumerate(request.args for request in requests)
         ]
@@ -212,15 +212,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         newest = max((len(stop.encode()) for stop in until), default=0) + STOP_CONTEXT
         for tokens in stream(self._model, prompts, sampling, rows=rows):
             for row in tuple(going):
-                if (token := tokens[row]) is not None:
+                is_end = (token := tokens[row]) is None or token in sampling.end_token_ids
+                if token is not None and not is_end:
                     new[row].append(token)
                 # A stop string may span several tokens.
                 end = self._text.decode(new[row][-newest:]) if until else ""
-                if token in (None, sampling.eos_token_id) or any(stop in end for stop in until):
+                if is_end or any(stop in end for stop in until):
                     going.remove(row)
             if not going:
                 break
-        texts = [self._text.decode(ids) for ids in new]  # without the end of text
+        texts = [self._text.decode(ids) for ids in new]
         for stop in until:
             texts = [text.partition(stop)[0] for text in texts]
         return texts

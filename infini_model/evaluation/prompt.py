@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from infini_model.config import Config, SampleConfig
-from infini_model.data.sources.pairs import ASSISTANT, CONTENT, ROLE
+from infini_model.data.sources.chat import ASSISTANT, USER, ChatTemplate
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.model.generate import PREFILL_TOKENS, Sampling, stream
@@ -22,7 +23,8 @@ from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 
-USER = "user"
+log = logging.getLogger(__name__)
+
 # Tokens that are decoded in front of new ones, since spaces may depend on them.
 CONTEXT = 8
 # What an incomplete UTF-8 sequence decodes to; the next token may complete it.
@@ -79,40 +81,45 @@ def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str
 def continue_prompt(
     model: InfiniLlama, tokenizer: Tokenizer, prompt: str, settings: SampleConfig, seed: int
 ) -> Iterator[str]:
-    """Stream the model's continuation of `prompt`, up to its end-of-text token.
+    """Stream the model's continuation of `prompt`, up to a token that ends a text.
 
     Errors are those of `new_tokens`.
     """
     ids = prompt_ids(tokenizer, prompt)
-    new = new_tokens(model, ids, settings, seed, tokenizer.eos_token_id)
+    new = new_tokens(model, ids, settings, seed, tokenizer.end_token_ids)
     return decode_pieces(tokenizer, ids, new)
 
 
 def new_tokens(
-    model: InfiniLlama, ids: list[int], settings: SampleConfig, seed: int, eos_token_id: int | None
+    model: InfiniLlama,
+    ids: list[int],
+    settings: SampleConfig,
+    seed: int,
+    end_token_ids: tuple[int, ...],
 ) -> Iterator[int]:
-    """Stream at most `settings.max_new_tokens` tokens that follow `ids`, without the end of text.
+    """Stream at most `settings.max_new_tokens` tokens that follow `ids`, without those that end it.
 
     One by one from a causal model, block by block from one of diffusion. Errors are those of
     `infini_model.model.generate.generate` and `infini_model.model.unmask.unmask`.
     """
-    sampling = _sampling(settings, seed, eos_token_id)
+    sampling = _sampling(settings, seed, end_token_ids)
     blocks: Iterable[Sequence[int | None]]
     if model.config.bidirectional:
         blocks = unmask(model, ids, sampling, settings.unmasking)
     else:
         blocks = stream(model, [ids], sampling)
-    return (token for block in blocks for token in block if token not in (None, eos_token_id))
+    tokens = (token for block in blocks for token in block if token is not None)
+    return (token for token in tokens if token not in end_token_ids)
 
 
-def _sampling(settings: SampleConfig, seed: int, eos_token_id: int | None) -> Sampling:
+def _sampling(settings: SampleConfig, seed: int, end_token_ids: tuple[int, ...]) -> Sampling:
     return Sampling(
         settings.max_new_tokens,
         settings.temperature,
         settings.top_k,
         settings.top_p,
         seed,
-        eos_token_id,
+        end_token_ids,
     )
 
 
@@ -144,42 +151,51 @@ class Conversation:
         self,
         model: InfiniLlama,
         tokenizer: Tokenizer,
-        template: str,
+        template: ChatTemplate,
         sampling: SampleConfig,
         seed: int = 0,
     ) -> None:
-        """`template` is `data.source.template`; equal seeds and turns give equal answers.
+        """Begin without a message; equal seeds and turns give equal answers.
 
-        Raises `UserError` if the model is not causal, or a setting is out of its range.
+        Raises `UserError` if the model is not causal, a setting is out of its range, or `template`
+        does not render a conversation.
         """
         if model.config.bidirectional:
             raise UserError("chat needs a causal model; this one generates by diffusion")
-        self._sampling = _sampling(sampling, seed, tokenizer.eos_token_id)
+        # What closes an answer ends it, if it is one token, as `<|eot_id|>` is.
+        closing = tokenizer.encode_batch([template.closing]).ids.tolist()
+        ends = tokenizer.end_token_ids + (tuple(closing) if len(closing) == 1 else ())
+        self._sampling = _sampling(sampling, seed, ends)
         self._model, self._tokenizer = model, tokenizer
         self._template = template
         self._rng = np.random.default_rng(seed)
         self._weights = LowPrecisionWeights(model, model.precision)
         self._state = model.empty_state(1)
-        self._after_answer = ""
+        self._messages: list[dict[str, str]] = []
 
     def reply(self, text: str) -> Iterator[str]:
-        """Stream the model's answer to `text`, up to its end of text."""
-        head, _, tail = self._template.replace(ROLE, USER).partition(CONTENT)
-        answer_head, _, answer_tail = self._template.replace(ROLE, ASSISTANT).partition(CONTENT)
-        turn = f"{self._after_answer}{head}{text}{tail}{answer_head}"
-        if self._state.position.any():
-            ids: list[int] = self._tokenizer.encode_batch([turn]).ids.tolist()
+        """Stream the model's answer to `text`, up to what closes it.
+
+        Raises `DataError` in one line if the template refuses the conversation.
+        """
+        asked = [*self._messages, {"role": USER, "content": text}]
+        if not self._messages:
+            ids = prompt_ids(self._tokenizer, self._template.render(asked))
         else:
-            ids = prompt_ids(self._tokenizer, turn)
-        self._after_answer = answer_tail
-        return decode_pieces(self._tokenizer, ids, self._answer(ids))
+            turn = self._template.next_turn(asked)
+            ids = self._tokenizer.encode_batch([turn]).ids.tolist()
+        answer = ""
+        for piece in decode_pieces(self._tokenizer, ids, self._answer(ids)):
+            answer += piece
+            yield piece
+        self._messages = [*asked, {"role": ASSISTANT, "content": answer}]
 
     def _answer(self, ids: list[int]) -> Iterator[int]:
         sampling, logits = self._sampling, self._read(ids)
         for _ in range(sampling.max_new_tokens):
             drawn = torch.tensor([self._rng.random()], dtype=torch.float64)
             token = int(sampling.draw(logits, drawn))
-            if token == sampling.eos_token_id:
+            if token in sampling.end_token_ids:
                 return
             yield token
             logits = self._read([token])
@@ -199,12 +215,19 @@ class Conversation:
 def begin_conversation(config: Config, checkpoint: Path) -> Conversation:
     """A conversation with a model: a run folder, a checkpoint or a Hugging Face folder.
 
-    Its form is that of the run's data, or `data.source.template` where there is no run. Errors are
-    those of `Conversation` and `load_checkpoint`.
+    Its form is `data.source.template`, that of its run where it is part of one, or else that of its
+    tokenizer. Warns if nothing says that the model has seen conversations. Errors are those of
+    `Conversation` and `load_checkpoint`.
     """
     model_dir, model, tokenizer = load_checkpoint(config, checkpoint)
     run_dir = run_of(model_dir)
-    data = config.data if run_dir is None else read_run_config(run_dir).data
-    return Conversation(
-        model, tokenizer, data.source.template, config.evaluation.sample, config.run.seed
-    )
+    asked = config if run_dir is None else read_run_config(run_dir)
+    source, is_new = asked.data.source, run_dir is not None and asked.model.initial_weights is None
+    if not source.pairs and (is_new or tokenizer.chat_template is None):
+        log.warning(
+            "%s: was not trained on conversations, as far as its files say; "
+            "infini generate continues a text",
+            model_dir,
+        )
+    template = tokenizer.chat(source.template)
+    return Conversation(model, tokenizer, template, config.evaluation.sample, config.run.seed)

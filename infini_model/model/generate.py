@@ -29,7 +29,7 @@ class Sampling:
         top_k: Sample from the k most likely tokens only.
         top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
         seed: The same seed gives the same tokens on every device.
-        eos_token_id: Token that ends a text; it is included.
+        eos_token_id: Token that ends a text, or several of them; it is included.
 
     Raises:
         UserError: A setting is out of its range.
@@ -40,7 +40,13 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    eos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        ends = self.eos_token_id
+        return ends if isinstance(ends, tuple) else () if ends is None else (ends,)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -84,7 +90,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
     """Continue each prompt.
@@ -107,7 +113,8 @@ def generate(
         UserError: An empty prompt, a token outside the vocabulary, a setting out of its range, or a
             bidirectional model.
     """
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos_token_id)
+    ends = tuple(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, ends)
     rows: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(model, prompts, sampling, prefill_tokens=prefill_tokens):
         for row, token in zip(rows, tokens, strict=True):
@@ -144,7 +151,8 @@ def stream(
         sampled: list[int] = tokens.tolist()
         yield [None if end else token for token, end in zip(sampled, ended, strict=True)]
         ended = [
-            end or token == sampling.eos_token_id for token, end in zip(sampled, ended, strict=True)
+            end or token in sampling.end_token_ids
+            for token, end in zip(sampled, ended, strict=True)
         ]
         if all(ended) or number == sampling.max_new_tokens:
             return

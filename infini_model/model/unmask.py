@@ -55,7 +55,7 @@ def unmask(
             the vocabulary, a setting does not fit the model, or the model is causal.
     """
     mask, length = _check(model, prompt, settings), model.config.segment_length
-    end = -1 if sampling.eos_token_id is None else sampling.eos_token_id
+    ends = torch.tensor(sampling.end_token_ids, dtype=torch.int64)
     weights = LowPrecisionWeights(model, model.precision)
     with weights:
         state, known = _read(model, prompt)
@@ -85,15 +85,17 @@ def unmask(
             steps_left = max(1, round(share * len(block)))
             while len(masked := (block == mask).nonzero().squeeze(1).cpu()):
                 tokens, confidence = predict(ids, masked + start)
-                kept = _kept(tokens, confidence, len(masked), steps_left, settings, end)
+                kept = _kept(tokens, confidence, len(masked), steps_left, settings, ends)
                 block[masked.to(block.device)[kept]] = tokens[kept]
-                if len(ends := (block == end).nonzero()):  # what follows an end is not generated
-                    behind = block[int(ends[0]) :]
-                    behind[behind == mask] = end
+                # What follows an end is not generated.
+                if len(found := torch.isin(block.cpu(), ends).nonzero()):
+                    behind = block[int(found[0]) :]
+                    behind[behind == mask] = behind[0].item()
                 steps_left, step = max(1, steps_left - 1), step + 1
             complete: list[int] = block.tolist()
-            if end in complete:
-                yield complete[: complete.index(end) + 1]
+            first = next((n for n, token in enumerate(complete) if token in ends), None)
+            if first is not None:
+                yield complete[: first + 1]
                 return
             yield complete
         left -= stop - len(known)
@@ -180,10 +182,10 @@ def _kept(
     masked: int,
     steps_left: int,
     settings: UnmaskingConfig,
-    end: int,
+    ends: Tensor,
 ) -> Tensor:
     """Which of the predicted tokens stay, bool [N]: at least a step's share of those masked."""
-    is_end = tokens == end
+    is_end = torch.isin(tokens, ends.to(tokens.device))
     order = (confidence - 2.0 * is_end).argsort(descending=True, stable=True)
     kept = torch.zeros_like(is_end)
     kept[order[: math.ceil(masked / steps_left)]] = True

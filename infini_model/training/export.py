@@ -14,7 +14,8 @@ import torch
 
 from infini_model.config import AttentionBackend
 from infini_model.data.manifest import TokenizerRecord
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer
+from infini_model.data.tokenizers.bpe import BPETokenizer
+from infini_model.data.tokenizers.stated import TOKENIZER_CONFIG, TOKENIZER_FILES
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
 from infini_model.model.hf.config import (
@@ -22,6 +23,7 @@ from infini_model.model.hf.config import (
     GENERATION,
     TokenIds,
     read_config,
+    read_json,
 )
 from infini_model.model.hf.weights import refuse_other_files, write_files
 from infini_model.model.llama import InfiniLlama
@@ -32,7 +34,6 @@ from infini_model.runtime.storage import atomic_folder, dump_json
 from infini_model.training.initial_weights import fetch_folder
 from infini_model.training.model_shape import check_kernels
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 # What `transformers` itself writes for a model that reads texts of any length.
 ANY_LENGTH = 10**30
 
@@ -107,23 +108,20 @@ def export_merged(checkpoint: Path, target: Path, tokenizer: Tokenizer) -> None:
 
 def _add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Put the tokenizer into a temporary folder of a model, whose config.json has its ids."""
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    dump_json(folder / GENERATION, {name: id_ for name, id_ in ids.items() if id_ is not None})
     tokenizer.save(folder)
     if not isinstance(tokenizer, BPETokenizer):
+        dump_json(folder / GENERATION, {"eos_token_id": tokenizer.eos_token_id})
         return
-    config = read_config(folder, {})
+    config, path = read_config(folder, {}), folder / TOKENIZER_CONFIG
     length = config.segment_length if config.memory == "none" else ANY_LENGTH
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
-    fields |= {"clean_up_tokenization_spaces": False}
-    dump_json(folder / TOKENIZER_CONFIG, tokenizer.special_tokens() | fields)
+    dump_json(path, read_json(path) | {"model_max_length": length})
 
 
 def check_target(target: Path) -> None:
     """Raise `CheckpointError` if an export to `target` would replace anything but an export."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is not a folder; pick another")
-    refuse_other_files(target, (ADAPTER_CONFIG, GENERATION, TOKENIZER_FILE, TOKENIZER_CONFIG))
+    refuse_other_files(target, (ADAPTER_CONFIG, *TOKENIZER_FILES))
 
 
 def opens_in_transformers(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from infini_model.config import Config, FilesSource, ModelConfig, SampleConfig, load_config
+from infini_model.config import Config, ModelConfig, SampleConfig, load_config
 from infini_model.data.build import build_dataset
 from infini_model.data.downloads import download_shards
 from infini_model.data.manifest import Manifest
@@ -142,10 +142,11 @@ def test_chat_has_the_form_of_the_runs_conversations(trained: Trained, tmp_path:
     folder = tmp_path / "exported"
     done("export", run_dir, "--to", folder)
     sampling = SampleConfig(max_new_tokens=9, temperature=0.0)
-    for checkpoint, template in ((run_dir, TEMPLATE), (folder, FilesSource().template)):
+    for checkpoint, template in ((run_dir, TEMPLATE), (folder, None)):
         tokenizer = tokenizer_of(folder, "here")
         assert tokenizer is not None
-        talk = Conversation(InfiniLlama.from_pretrained(folder), tokenizer, template, sampling)
+        form = tokenizer.chat(template)
+        talk = Conversation(InfiniLlama.from_pretrained(folder), tokenizer, form, sampling)
         turns = ["the stone", "a river"]
         expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
         stdin = "".join(f"{turn}\n" for turn in turns)

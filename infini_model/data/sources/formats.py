@@ -7,6 +7,7 @@ where a document came from. What cannot be read raises `DataError` that names th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.files import FileRange, file_errors, open_source, read_source
 from infini_model.data.sources.pairs import (
     PAIR,
@@ -59,15 +61,15 @@ class Reading:
 
     `column` is the column of the text; `errors` says what to do with a document that is not UTF-8;
     documents of fewer than `min_characters` code points are skipped. `separator` separates the
-    documents of a text file; None makes the file one document. With a `template`, in which a
-    message of a conversation becomes text, documents are prompts and answers.
+    documents of a text file; None makes the file one document. With a `template`, in which the
+    messages of a conversation become text, documents are prompts and answers.
     """
 
     column: str = "text"
     errors: Errors = "fail"
     min_characters: int = 0
     separator: str | None = None
-    template: str | None = None
+    template: ChatTemplate | None = None
 
     @property
     def type(self) -> pa.DataType:
@@ -79,7 +81,7 @@ class Reading:
         """The settings that are part of a key; what reads texts has none of a template."""
         return {
             name: value
-            for name, value in vars(self).items()
+            for name, value in dataclasses.asdict(self).items()
             if name != "template" or value is not None
         }
 

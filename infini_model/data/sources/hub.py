@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from infini_model.config import HubSource
+from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.files import HUB, SourceFile, fingerprint, hub_errors
 from infini_model.data.sources.formats import Reading, format_of, text_columns
 from infini_model.runtime import storage
@@ -43,7 +44,7 @@ BATCH_ROWS = 64
 PARTS, COMPLETE, POSITION = "part-*.parquet", "complete.json", b"position"
 TIMEOUT = 60.0  # seconds
 # Neither pickles nor code; copies in other layouts are in folders of their own.
-WEIGHTS = (".safetensors", ".json")
+WEIGHTS = (".safetensors", ".json", ".jinja")
 # The name that `snapshot_download` gives its bar of the bytes that are written.
 BYTES_BAR = "huggingface_hub.snapshot_download"
 
@@ -184,7 +185,7 @@ def _stream(
     import pyarrow.parquet as pq
 
     what, parts = f"dataset {source.repository}", sorted(folder.glob(PARTS))
-    reading = Reading(source.column, template=source.template if source.pairs else None)
+    reading = Reading(source.column, template=ChatTemplate("") if source.pairs else None)
     rows: int = sum(pq.read_metadata(path).num_rows for path in parts)
     done = sum(path.stat().st_size for path in parts)
     place: dict[str, Any] = {"version": datasets.__version__, "skipped": rows, "state": None}
@@ -234,21 +235,17 @@ def _gather(
             pending, size = [], 0
 
 
-def fetch_tokenizer(name: str) -> Path:
-    """The folder of a model's tokenizer.json, or else config.json, in the hub's local cache.
+def fetch_tokenizer(name: str, files: Sequence[str]) -> Path:
+    """The folder of a model in the hub's local cache, with those of `files` that it has.
 
-    `name` may end in `@revision`. Raises `DataError` if the model or the file does not exist,
+    `name` may end in `@revision`. Raises `DataError` if the model does not exist,
     `UnreachableError` if the hub does not answer.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub import snapshot_download
 
     repository, revision = split_revision(name)
     with hub_errors(f"tokenizer {name}"):
-        try:
-            return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)).parent
-        except RemoteEntryNotFoundError:
-            return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
 
 
 def fetch_weights(repository: str, commit: str, progress: OnProgress | None = None) -> Path:

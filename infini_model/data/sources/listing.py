@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.config.locations import is_store
+from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.files import FileRange, Listing, SourceFile, fingerprint
 from infini_model.data.sources.formats import Reading, check_format
 from infini_model.runtime import storage
@@ -70,9 +71,9 @@ def raw_files_lock(output_dir: Path) -> Path:
 
 
 def reading_of(config: DataConfig) -> Reading:
-    """The settings of a source that decide its documents."""
+    """The settings of a source that decide its documents, before its tokenizer is known."""
     source = config.source
-    template = source.template if source.pairs else None
+    template = ChatTemplate(source.template or PLAIN_TEMPLATE) if source.pairs else None
     reading = Reading(source.column, min_characters=source.min_characters, template=template)
     if isinstance(source, FilesSource):
         return dataclasses.replace(reading, errors=source.errors, separator=source.separator)

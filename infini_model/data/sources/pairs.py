@@ -2,8 +2,8 @@
 
 A row has the columns `prompt` and `answer` (`completion` in the language of TRL), or `messages`.
 Both texts are taken as they are. Of a conversation the last message of the assistant is the answer,
-and what comes before it the prompt; later messages are left out. A template, in which nothing is
-executed, makes text of each message.
+and what comes before it the prompt; later messages are left out. A `ChatTemplate` makes text of
+the messages.
 
 Up to the tokenizer a pair is a row with two fields. A tokenizer sees texts, so there the prompts
 and answers alternate.
@@ -18,13 +18,12 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import pyarrow as pa
 
+from infini_model.data.sources.chat import ASSISTANT, ChatTemplate
 from infini_model.data.sources.text import Errors, text_of
 from infini_model.runtime.errors import DataError
 
 PROMPT, MESSAGES = "prompt", "messages"
 ANSWERS = ("answer", "completion")
-ASSISTANT = "assistant"
-ROLE, CONTENT = "{role}", "{content}"
 PAIR = pa.struct([(PROMPT, pa.string()), (ANSWERS[0], pa.string())])
 # Prompt and answer: the texts of one pair.
 TEXTS = 2
@@ -56,7 +55,7 @@ def pair_columns(present: Iterable[str], where: str = "") -> list[str]:
     )
 
 
-def pair_of(row: Mapping[str, Any], template: str, errors: Errors) -> Pair | None:
+def pair_of(row: Mapping[str, Any], template: ChatTemplate, errors: Errors) -> Pair | None:
     """The pair of a row; None if a part of it is null or skipped, or its answer is empty.
 
     Texts are strings, or bytes that must be UTF-8. Raises `DataError` that tells what is wrong with
@@ -77,7 +76,7 @@ def pair_of(row: Mapping[str, Any], template: str, errors: Errors) -> Pair | Non
     return Pair(prompt=prompt, answer=answer) if prompt is not None and answer else None
 
 
-def _of_messages(values: list[Any], template: str, errors: Errors) -> Pair | None:
+def _of_messages(values: list[Any], template: ChatTemplate, errors: Errors) -> Pair | None:
     messages = [_message(number, value, errors) for number, value in enumerate(values, 1)]
     known = [message for message in messages if message is not None]
     if len(known) < len(messages):
@@ -85,16 +84,12 @@ def _of_messages(values: list[Any], template: str, errors: Errors) -> Pair | Non
     turns = [place for place, message in enumerate(known) if message.role == ASSISTANT]
     if not turns:
         raise DataError(f"has no message of the {ASSISTANT}")
-    answer = known[turns[-1]].content
-    before = ""
-    for message in known[: turns[-1]]:
-        head, _, tail = template.replace(ROLE, message.role).partition(CONTENT)
-        before += head + message.content + tail
-    head, _, tail = template.replace(ROLE, ASSISTANT).partition(CONTENT)
-    # What separates messages is not part of the answer, but a token that ends one is.
-    if not answer:
+    conversation = known[: turns[-1] + 1]
+    # An empty answer is nothing to learn.
+    if not conversation[-1].content:
         return None
-    return Pair(prompt=before + head, answer=answer + tail.rstrip())
+    prompt, answer = template.pair([message._asdict() for message in conversation])
+    return Pair(prompt=prompt, answer=answer)
 
 
 def _message(number: int, value: Any, errors: Errors) -> _Message | None:

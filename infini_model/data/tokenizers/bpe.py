@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.text import string_buffers
+from infini_model.data.tokenizers.stated import (
+    END_OF_TEXT,
+    NOTHING_STATED,
+    TOKENIZER_FILE,
+    StatedTokens,
+)
 from infini_model.data.tokenizers.tokenizer import PROBE, Ragged, Texts, as_array, without_ends
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
-# The end-of-text token is the first of these in the vocabulary.
-END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
-TOKENIZER_FILE = "tokenizer.json"
 BYTES = 256
 # How Llama 3 splits text into the pieces inside which bytes are merged.
 LLAMA3_PATTERN = (
@@ -40,7 +45,9 @@ FRAMED = ("a", "Hello, world")
 
 
 class BPETokenizer:
-    """A `tokenizer.json`.
+    """A `tokenizer.json`, and what is `stated` beside it.
+
+    `eos_token`, a text or an id, ends every document, whatever the files state.
 
     `make_fast` is called before the first text is encoded, since many tokenizers never encode any;
     it returns a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`. With
@@ -50,7 +57,13 @@ class BPETokenizer:
     parallel: bool | None = None
 
     def __init__(
-        self, spec: str, text: str, *, make_fast: Callable[[BPETokenizer], Any] | None = None
+        self,
+        spec: str,
+        text: str,
+        *,
+        stated: StatedTokens = NOTHING_STATED,
+        eos_token: str | int | None = None,
+        make_fast: Callable[[BPETokenizer], Any] | None = None,
     ) -> None:
         from tokenizers import Tokenizer as Reference
 
@@ -62,17 +75,12 @@ class BPETokenizer:
         # A file may enable truncation or padding; a corpus needs neither.
         self._reference.no_truncation()
         self._reference.no_padding()
-        self.text = text
+        self.text, self.stated = text, stated
         self._make_fast = make_fast
         vocabulary: dict[str, int] = self._reference.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        found = next((vocabulary[name] for name in END_OF_TEXT if name in vocabulary), None)
-        if found is None:
-            raise DataError(
-                f"{spec}: has no end-of-text token; its vocabulary needs one of "
-                f"{' '.join(END_OF_TEXT)}"
-            )
-        self.eos_token_id = found
+        self.end_token_ids = self._find_ends(vocabulary, eos_token)
+        self.eos_token_id = self.end_token_ids[0]
         self.bos_token_id = self._find_bos()
         self.fingerprint = self._fingerprint()
 
@@ -96,6 +104,34 @@ class BPETokenizer:
         deciding["end_of_text"] = self.eos_token_id
         return storage.content_key(deciding)
 
+    def _find_ends(self, vocabulary: dict[str, int], named: str | int | None) -> tuple[int, ...]:
+        """The tokens that end a text: first the one that ends a document, then the others.
+
+        Where the tokenizer's own closes the turns of a chat, a special token that is known to end
+        a text ends documents. Raises `DataError` if no token is known to end one.
+        """
+        added = self._reference.get_added_tokens_decoder()
+        special = {each.content: id_ for id_, each in added.items() if each.special}
+        if isinstance(named, str) and named not in vocabulary:
+            raise DataError(f"data.tokenizer.eos_token: {named!r} is not a token of {self.spec}")
+        stated = list(self.stated.end_ids(vocabulary, added.keys()))
+        known = [special[name] for name in END_OF_TEXT if name in special]
+        if named is not None:
+            first = vocabulary[named] if isinstance(named, str) else named
+        elif stated:
+            own, unknown = stated[0], special.get(self.stated.special_tokens().get("unk_token", ""))
+            closes_turns = self.stated.closes_turns(self._spelling(own))
+            others = [each for each in known if closes_turns and each != unknown]
+            first = next((each for each in (*stated, *others) if each in known), own)
+        elif known:
+            first = known[0]
+        else:
+            raise DataError(
+                f"{self.spec}: has no end-of-text token; data.tokenizer.eos_token names one of "
+                f"its special tokens: {' '.join(list(special)[:10]) or 'there is none'}"
+            )
+        return tuple(dict.fromkeys([first, *stated]))
+
     def _find_bos(self) -> int | None:
         """The token that the file's post-processor puts in front of every text, if it is one."""
         first = set[int]()
@@ -110,14 +146,35 @@ class BPETokenizer:
             first.add(framed[0])
         return first.pop() if len(first) == 1 else None
 
-    def special_tokens(self) -> dict[str, object]:
-        """The tokens that begin and end documents, under the names that `transformers` uses."""
-        names = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
-        return {
-            name: self._reference.id_to_token(number)
-            for name, number in names.items()
-            if number is not None
-        }
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of named tokens, under the names that `transformers` uses."""
+        own = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
+        named = {name: self._spelling(number) for name, number in own.items() if number is not None}
+        return named | self.stated.special_tokens()
+
+    def described_ends(self) -> str:
+        """The token that ends documents, and those that end an answer, for a log line."""
+        end, *others = (f"{self._spelling(each)} ({each})" for each in self.end_token_ids)
+        return end if not others else f"{end}; answers also with {', '.join(others)}"
+
+    def _spelling(self, number: int) -> str:
+        """A token as the vocabulary spells it."""
+        return self._reference.id_to_token(number) or ""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The form of a conversation that is stated."""
+        return self.stated.chat_template
+
+    def chat(self, template: str | None = None) -> ChatTemplate:
+        """The form of a conversation: `template`, or the stated one, or else the plain one."""
+        source = template or self.chat_template or PLAIN_TEMPLATE
+        begin = "" if self.bos_token_id is None else self._spelling(self.bos_token_id)
+        return ChatTemplate(source, self.special_tokens(), begin, self._spelling(self.eos_token_id))
+
+    def state_chat(self, template: ChatTemplate) -> None:
+        """State from now on that conversations have this form."""
+        self.stated = replace(self.stated, chat_template=template.jinja)
 
     @cached_property
     def _fast(self) -> Any:
@@ -165,11 +222,22 @@ class BPETokenizer:
 
     def reference(self) -> BPETokenizer:
         """The same file, encoded by `tokenizers` alone."""
-        return BPETokenizer(self.spec, self.text)
+        return BPETokenizer(self.spec, self.text, stated=self.stated, eos_token=self.eos_token_id)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files that `save` writes."""
+        return (TOKENIZER_FILE, *self.stated.files)
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json`, the bytes that were loaded."""
+        """Write `tokenizer.json`, the bytes that were loaded, and what is stated beside it."""
         (folder / TOKENIZER_FILE).write_text(self.text, encoding="utf-8")
+        fields = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens(),
+        }
+        self.stated.write(folder, self.bos_token_id, self.end_token_ids, fields)
 
 
 def checked_gigatoken(tokenizer: BPETokenizer) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from infini_model.data.manifest import TokenizerSample
+from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.text import string_buffers
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import content_key
@@ -41,16 +42,31 @@ class Tokenizer(Protocol):
         spec: The name that the tokenizer was loaded by.
         vocab_size: One more than the largest id.
         eos_token_id: The id of the end-of-text token, which ends every document.
+        end_token_ids: It and the other tokens that end what a model says, such as a turn.
         bos_token_id: The id of the beginning-of-text token, which begins every document; None
             without one.
         fingerprint: Hash of what decides the ids of a text.
+        files: The names of the files that `save` writes.
+        chat_template: The form of a conversation that it states, None if it states none.
     """
 
     spec: str
     vocab_size: int
     eos_token_id: int
+    end_token_ids: tuple[int, ...]
     bos_token_id: int | None
     fingerprint: str
+
+    @property
+    def files(self) -> tuple[str, ...]: ...
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def chat(self, template: str | None = None) -> ChatTemplate:
+        """The form of a conversation: `template`, or the tokenizer's own, or else the plain one."""
+
+    def state_chat(self, template: ChatTemplate) -> None:
+        """State from now on that conversations have this form."""
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document, without added tokens."""
@@ -128,8 +144,18 @@ class ByteTokenizer:
     spec = "bytes"
     vocab_size = 256
     eos_token_id = 255
+    end_token_ids: tuple[int, ...] = (255,)
     bos_token_id: int | None = None
     fingerprint = hashlib.sha256(b"bytes, end of text 255").hexdigest()
+    files: tuple[str, ...] = ()
+    chat_template: str | None = None
+
+    def chat(self, template: str | None = None) -> ChatTemplate:
+        """The form of a conversation: `template`, or else the plain one."""
+        return ChatTemplate(template or PLAIN_TEMPLATE)
+
+    def state_chat(self, template: ChatTemplate) -> None:
+        """Do nothing: no file states it."""
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The bytes of each document as ids."""

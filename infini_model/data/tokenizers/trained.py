@@ -21,8 +21,9 @@ import pyarrow as pa
 from infini_model.config import DataConfig
 from infini_model.data.sources.files import FileRange
 from infini_model.data.sources.formats import Reading, content_of, read_documents
-from infini_model.data.tokenizers.bpe import TOKENIZER_FILE, BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.load import check_device, load_saved, load_tokenizer
+from infini_model.data.tokenizers.stated import TOKENIZER_FILE
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, ObjectMissingError, StoreError
@@ -78,24 +79,26 @@ class TokenizerStore:
             if not is_there or (is_new and self._store.read(key)[0] != content):
                 self._store.write(key, content)
 
-    def load(self, fingerprint: str, spec: str) -> Tokenizer:
+    def load(self, fingerprint: str, spec: str, eos_token_id: int | None = None) -> Tokenizer:
         """The tokenizer of a fingerprint, loaded by the name `spec` at first, on the CPU.
+
+        `eos_token_id` ends its documents; None for one that was trained.
 
         With a store, a copy that is missing here or damaged is downloaded again. Raises `DataError`
         if the tokenizer is missing or damaged.
         """
         try:
-            return self._load_here(fingerprint, spec)
+            return self._load_here(fingerprint, spec, eos_token_id)
         except DataError:
             if self._store is None or spec == "bytes":
                 raise
         path = self._folder(fingerprint) / TOKENIZER_FILE
         self._store.download(f"{path.parent.name}/{TOKENIZER_FILE}", path)
-        return self._load_here(fingerprint, spec)
+        return self._load_here(fingerprint, spec, eos_token_id)
 
-    def _load_here(self, fingerprint: str, spec: str) -> Tokenizer:
+    def _load_here(self, fingerprint: str, spec: str, eos_token_id: int | None) -> Tokenizer:
         folder = self._folder(fingerprint)
-        tokenizer = load_saved(folder, spec)
+        tokenizer = load_saved(folder, spec, eos_token_id)
         if tokenizer.fingerprint != fingerprint:
             raise DataError(f"{folder / TOKENIZER_FILE}: is not the tokenizer that was kept there")
         return tokenizer
@@ -163,7 +166,9 @@ def dataset_tokenizer(
     if config.engine == "local":
         check_device(config.device)
     if asked.spec != "train":
-        tokenizer = load_tokenizer(asked.spec)
+        tokenizer = load_tokenizer(asked.spec, eos_token=asked.eos_token)
+        if isinstance(tokenizer, BPETokenizer):
+            log.info("tokenizer %s: documents end with %s", asked.spec, tokenizer.described_ends())
         kept.keep(tokenizer)
         return tokenizer, None
     name = f"{config.name}.{asked.vocab_size}"

@@ -53,14 +53,14 @@ class Sample(EvaluationTask):
         prompt, rest = document[:longest], document[longest:]
         if len(prompt) == 0:
             return nothing
+        tokenizer = load_dataset_tokenizer(context.dataset_dir)
         new = new_tokens(
             context.model,
             prompt.tolist(),
             settings.updated(max_new_tokens=most),
             context.config.run.seed,
-            context.manifest.tokenizer.eos_token_id,
+            tokenizer.end_token_ids,
         )
-        tokenizer = load_dataset_tokenizer(context.dataset_dir)
         texts = {
             "prompt": tokenizer.decode(prompt),
             "continuation": tokenizer.decode(list(new)),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import SampleConfig
+from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.prompt import Conversation, continue_prompt, decode_pieces
@@ -59,7 +60,7 @@ def model_that_writes_letters() -> InfiniLlama:
 @pytest.mark.parametrize("end", ["</>", ""])
 def test_an_answer_is_the_continuation_of_all_turns(tokenizer: ByteTokenizer, end: str) -> None:
     model = model_that_writes_letters()
-    talk = Conversation(model, tokenizer, "<{role}>{content}" + end, SAMPLING)
+    talk = Conversation(model, tokenizer, ChatTemplate("<{role}>{content}" + end), SAMPLING)
     text, answers = "", set()
     for said in ("one", "a longer turn, of several segments" * 3, "two"):
         text += f"<user>{said}{end}<assistant>"
@@ -73,4 +74,4 @@ def test_an_answer_is_the_continuation_of_all_turns(tokenizer: ByteTokenizer, en
 def test_a_diffusion_model_is_refused_in_one_line() -> None:
     model = InfiniLlama(tiny_config(bidirectional=True, mask_token_id=0))
     with pytest.raises(UserError, match="chat needs a causal model"):
-        Conversation(model, BYTES, "{role}{content}", SAMPLING)
+        Conversation(model, BYTES, ChatTemplate("{role}{content}"), SAMPLING)

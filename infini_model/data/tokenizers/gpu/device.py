@@ -56,7 +56,12 @@ class DeviceTokenizer(BPETokenizer):
 
     def __init__(self, host: Tokenizer, device: torch.device, slots: int | None = None) -> None:
         supported, tree, digits = check_supported(host)
-        super().__init__(supported.spec, supported.text)
+        super().__init__(
+            supported.spec,
+            supported.text,
+            stated=supported.stated,
+            eos_token=supported.eos_token_id,
+        )
         self.device = device
         added = [token["content"] for token in tree["added_tokens"] if token["content"]]
         self._added = "|".join(map(re.escape, added))

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.data.partitions import plan_partitions
+from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.formats import Reading, read_documents
 from infini_model.data.sources.listing import download, reading_of
 from infini_model.data.sources.pairs import pair_of
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 
-TEMPLATE = FilesSource().template
-LLAMA = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+TEMPLATE = ChatTemplate(PLAIN_TEMPLATE)
+LLAMA = ChatTemplate("<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>")
 READING = Reading(template=TEMPLATE)
 
 
@@ -80,7 +81,7 @@ def test_what_a_message_says_is_never_read_as_a_template(contents, template):
     row = {"messages": [message("user", each) for each in contents]}
     row["messages"][-1]["role"] = "assistant"
     prompt, answer = pair_of(row, template, "fail").values()
-    head, _, tail = template.replace("{role}", "user").partition("{content}")
+    head, _, tail = template.source.replace("{role}", "user").partition("{content}")
     assert prompt.startswith("".join(head + each + tail for each in contents[:-1]))
     assert answer.startswith("{content}")
 

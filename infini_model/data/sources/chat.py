@@ -1,0 +1,149 @@
+"""The form of a conversation: a tokenizer's own `chat_template`, or one line of text a message.
+
+A `chat_template` is Hugging Face's: a program in Jinja, which is rendered as `transformers` renders
+it, in Jinja's sandbox and without the date, so that the same messages always give the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from infini_model.runtime.errors import DataError
+
+USER, ASSISTANT = "user", "assistant"
+ROLE, CONTENT = "{role}", "{content}"
+# The form of a tokenizer that states none.
+PLAIN_TEMPLATE = "{role}:\n{content}\n\n"
+# Stands for an answer whose surroundings are looked for. No template changes a word.
+MARK = "a8f1b0c5d3e94726"
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How messages become text.
+
+    Attributes:
+        source: A program in Jinja, or the text of a message with `{role}` and `{content}`.
+        tokens: What the program knows by name, such as `eos_token`.
+        begin: The text of the token that begins every document, which is not part of the rendered
+            text; empty if none does.
+        end: That of the token that ends every document.
+    """
+
+    source: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    begin: str = ""
+    end: str = ""
+
+    @property
+    def jinja(self) -> str:
+        """The program, for those who know no other form."""
+        if _is_jinja(self.source):
+            return self.source
+        # A string of JSON is one of Jinja.
+        pieces = [json.dumps(piece, ensure_ascii=False) for piece in self.source.split(ROLE)]
+        text = " + role + ".join(pieces).replace(CONTENT, '" + content + "')
+        opening = text.partition(" + content")[0]
+        return (
+            "{% for message in messages %}{% set role = message.role %}"
+            f"{{% set content = message.content %}}{{{{ {text} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{% set role = '{ASSISTANT}' %}}"
+            f"{{{{ {opening} }}}}{{% endif %}}"
+        )
+
+    def render(self, messages: Messages, *, asks: bool = True) -> str:
+        """The text of messages; `asks` adds what comes before the assistant's next answer.
+
+        Raises `DataError` with the program's own words if it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        known = dict(self.tokens) | {"tools": None, "documents": None}
+        try:
+            text = _compiled(self.jinja).render(
+                messages=list(messages), add_generation_prompt=asks, **known
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        return str(text).removeprefix(self.begin)
+
+    def pair(self, messages: Messages) -> tuple[str, str]:
+        """The prompt of a conversation, and the answer that its last message is.
+
+        A token that closes the answer belongs to it, unless it is the one that ends the document.
+        Raises `DataError` as `render`, and where prompt and answer cannot be told apart.
+        """
+        whole, answer = self.render(messages, asks=False), messages[-1]["content"]
+        prompts = (self.render(messages[:-1], asks=asks) for asks in (True, False))
+        prompt = next(filter(whole.startswith, prompts), None)
+        if prompt is None:
+            raise DataError("the chat template changes the prompt once there is an answer")
+        text = whole.removeprefix(prompt)
+        said = answer if answer in text else answer.strip()
+        opening, said, closing = text.rpartition(said) if said else ("", "", text)
+        asked = messages[-2]["content"].strip() if len(messages) > 1 else ""
+        if closing.strip() and f"{prompt}{opening}".endswith(f"{asked}{closing}"):
+            raise DataError("the chat template opens an answer where none is asked for")
+        return prompt, (opening + said + closing.rstrip()).removesuffix(self.end)
+
+    def next_turn(self, messages: Messages) -> str:
+        """The text between the assistant's last answer and its next one.
+
+        It begins with what closes an answer; `messages` end with the answer and the message that
+        follows it. Raises `DataError` as `render`, and if the form does not show answers verbatim.
+        """
+        *before, answer, last = messages
+        text = self.render([*before, {**answer, "content": MARK}, last])
+        if text.count(MARK) != 1:
+            raise DataError("the chat template does not show earlier answers as they were given")
+        return text.partition(MARK)[2]
+
+    @property
+    def closing(self) -> str:
+        """What closes an answer, without white space around it. Raises `DataError` as `render`."""
+        messages = [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": MARK}]
+        return self.render(messages, asks=False).rpartition(MARK)[2].strip()
+
+
+@functools.lru_cache(8)
+def _compiled(source: str) -> Any:
+    """The program, compiled as `transformers` does. Raises `DataError` if it is none."""
+    from jinja2 import TemplateError, TemplateSyntaxError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block `generation`, which marks what an assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template is not valid: line {error.lineno}: {error}") from error

@@ -28,10 +28,13 @@ from infini_model.data.sources.pairs import (
     pair_of,
 )
 from infini_model.data.sources.text import (
+    MARK,
     MAX_OFFSET,
+    WIDE,
     Block,
     Errors,
     as_text,
+    as_utf8,
     chunks,
     decompressed,
     documents_in,
@@ -111,9 +114,11 @@ def format_of(address: str) -> str:
 
 def content_of(part: FileRange) -> str:
     """What decides the documents of a range, besides the settings: neither name nor place."""
-    file = part.file
-    # In place of the last word stood a limit of rows; with it, partitions keep their keys.
-    return f"{file.fingerprint} {format_of(file.address)} {part.start} {part.stop} None"
+    file, kind = part.file, format_of(part.file.address)
+    # In place of the last word stood a limit of rows; with it, partitions keep their keys, but for
+    # texts, of which marks and line ends were once read otherwise.
+    last = "marks" if kind == "text" else "None"
+    return f"{file.fingerprint} {kind} {part.start} {part.stop} {last}"
 
 
 def check_format(name: str, address: str | None = None) -> None:
@@ -190,12 +195,19 @@ def read_range(
     kind = format_of(address)
     if kind == "text" and separator is None:
         size = part.file.bytes
-        if size > MAX_OFFSET:
+        data = b"" if size > MAX_OFFSET else as_utf8(read_source(part.file))
+        if (size := max(size, len(data))) > MAX_OFFSET:
             raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
-        yield documents_in(Block(0, read_source(part.file)), None, errors, address)
+        yield documents_in(Block(0, data), None, errors, address)
         return
     found: Iterator[pa.Array]
     with open_source(part.file, whole) as file:
+        if kind in ("text", "jsonl") and (head := file.read(4)).startswith(tuple(WIDE)):
+            # Whole, by whoever reads the first range.
+            if part.start:
+                return
+            file = pa.BufferReader(as_utf8(head + file.read()))
+            part = part.model_copy(update={"stop": None})
         if kind == "text" and separator:
             blocks = read_blocks(file, part, separator.encode(), batch_bytes)
             found = (documents_in(block, separator, errors, address) for block in blocks)
@@ -227,9 +239,10 @@ def _read_json_lines(
                 continue
         rows = []
         for line in data.split(b"\n"):
-            if line and not line.isspace():
+            own = line.removeprefix(MARK)
+            if own and not own.isspace():
                 try:
-                    row = object_in(line, reading.errors)
+                    row = object_in(own, reading.errors)
                     rows.append(None if row is None else _row_of(row, reading))
                 except DataError as error:
                     before = chunks(decompressed(file, address), start, batch_bytes)

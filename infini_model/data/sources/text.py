@@ -1,15 +1,19 @@
 """Texts from bytes: valid UTF-8 in Arrow string arrays, JSON lines, and documents with a separator.
 
-The documents of a file are those of `whole.split(separator)`. A file can be cut anywhere into
-ranges of bytes that are read apart: the cuts move to the next separator that a reader from the
-start of the file would find as well, so that together the ranges hold each document exactly once.
+The documents of a file are those of `whole.split(separator)`, where a line may end with a carriage
+return. A file can be cut anywhere into ranges of bytes that are read apart: the cuts move to the
+next separator that a reader from the start of the file would find as well, so that together the
+ranges hold each document exactly once.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
+import re
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -29,6 +33,12 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 ADVICE = "data.source.errors takes skip or replace"
 Errors = Literal["fail", "skip", "replace"]
 LEFT_BRACE, RIGHT_BRACE, NEWLINE, RETURN = b"{}\n\r"
+# What Windows programs write in front of UTF-8, and what says that a file is none.
+MARK = codecs.BOM_UTF8
+WIDE = {
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
+}
 # Numbers to Arrow and not to Python, and what ends one.
 UNKNOWN_NUMBERS, ENDS = (b"Inf", b"-NaN"), list(b" \t\r\n,]}")
 
@@ -86,6 +96,15 @@ def as_text(rows: pa.BinaryArray) -> pa.StringArray | None:
     return texts
 
 
+def as_utf8(data: bytes) -> bytes:
+    """A file that begins with the mark of UTF-16 or UTF-32, in UTF-8; any other as it is."""
+    codec = next((name for mark, name in WIDE.items() if data.startswith(mark)), None)
+    try:
+        return data if codec is None else data.decode(codec).encode()
+    except UnicodeDecodeError:
+        return data  # which is not UTF-8 either
+
+
 def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
     """The text of `data`, which begins at byte `start`, or None to skip it.
 
@@ -129,26 +148,29 @@ def documents_in(
 ) -> pa.StringArray:
     """The documents of a text file in a block, null where one is skipped; without separator, one.
 
-    Raises `DataError` that names the file and the byte.
+    Byte-order marks at the start of a line are dropped, so that files can be joined. Raises
+    `DataError` that names the file and the byte.
     """
-    rows = one_row(block.data)
-    if separator is not None:
-        rows = pc.split_pattern(rows, pattern=separator).flatten()
-    texts = None if b"\0" in block.data else as_text(rows)
-    if texts is not None:
-        return texts
+    data, rows = block.data, one_row(block.data)
+    plain = None if separator is None else separator.replace("\r\n", "\n")
+    has_crlf = plain is not None and "\n" in plain and b"\r" in data
+    if not has_crlf and b"\0" not in data and MARK not in data:
+        if plain is not None:
+            rows = pc.split_pattern(rows, pattern=plain).flatten()
+        if (texts := as_text(rows)) is not None:
+            return texts
     documents: list[str | None] = []
-    start = block.start
-    for document in rows.to_pylist():
-        is_binary = b"\0" in document
+    separators = [] if plain is None else [*_separators(data, plain.encode())]
+    for (_, start), (end, _) in pairwise([(0, 0), *separators, (len(data), 0)]):
+        is_binary = (nul := data.find(0, start, end)) >= 0
         if is_binary and errors != "skip":
-            place = start + document.index(0)
+            place = block.start + nul
             raise DataError(f"{address}: is binary, not text: it has a NUL at byte {place}")
         try:
-            documents.append(None if is_binary else decode(document, errors, start))
+            text = None if is_binary else decode(data[start:end], errors, block.start + start)
         except DataError as error:
             raise DataError(f"{address}: {error}") from error
-        start += len(document) + len((separator or "").encode())
+        documents.append(text and text.replace("\n\ufeff", "\n").removeprefix("\ufeff"))
     return pa.array(documents, pa.string())
 
 
@@ -219,18 +241,19 @@ def read_blocks(
     """The documents that begin in a range, in blocks of about `chunk_bytes` or one document.
 
     The blocks, each split at its separators, are the documents. A compressed file is read whole.
+    Lines of the separator and of the file may end with CRLF.
 
     Raises `DataError` if a document is too long, `OSError` if the file cannot be read.
     """
     content = decompressed(file, part.file.address)
-    first, left = 0, math.inf
+    separator, first, left = separator.replace(b"\r\n", b"\n"), 0, math.inf
     if content is file:
         size = part.file.bytes
         begins = _next_document(file, part.start, separator, size)
         after = None if part.stop is None else _next_document(file, part.stop, separator, size)
         if begins is None or begins == after:
             return
-        first, left = begins, (size if after is None else after - len(separator)) - begins
+        first, left = begins[1], math.inf if after is None else after[0] - begins[1]
         file.seek(first)
     yield from _split(chunks(content, left, chunk_bytes), first, separator, part.file.address)
 
@@ -257,7 +280,7 @@ def chunks(file: pa.NativeFile, count: float, chunk_bytes: int) -> Iterator[byte
 
 def _split(chunks: Iterator[bytes], start: int, separator: bytes, address: str) -> Iterator[Block]:
     """Chunks of a file from byte `start` on, where a document begins, as blocks."""
-    width = len(separator)
+    pattern, width = _pattern(separator)
     pending = bytearray()
     for chunk in chunks:
         if len(pending) + len(chunk) > MAX_OFFSET:
@@ -267,45 +290,74 @@ def _split(chunks: Iterator[bytes], start: int, separator: bytes, address: str) 
             )
         searched = max(0, len(pending) - width + 1)
         pending += chunk
-        if pending.find(separator, searched) >= 0:
-            end = _last_separator(pending, separator)
+        if pattern.search(pending, searched):
+            end, begin = _last_separator(pending, separator)
             yield Block(start, bytes(memoryview(pending)[:end]))
-            pending = pending[end + width :]
-            start += end + width
+            pending = pending[begin:]
+            start += begin
     yield Block(start, bytes(pending))
 
 
-def _last_separator(data: bytearray, separator: bytes) -> int:
-    """Where the last separator begins that a search from the left finds."""
+def _pattern(separator: bytes) -> tuple[re.Pattern[bytes], int]:
+    """What finds a separator whose lines end with LF or CRLF, and the most bytes that it has.
+
+    It leaves out a first carriage return, as what begins with a literal is found much faster.
+    """
+    pattern = re.escape(separator).replace(b"\\\n", b"\\r?\\n").removeprefix(b"\\r?")
+    return re.compile(pattern), len(separator) + separator.count(b"\n")
+
+
+def _end_before(data: bytes | bytearray, found: re.Match[bytes]) -> int:
+    """Where the document ends that a separator follows."""
+    begin = found.start()
+    return begin - (begin > 0 and data[begin] == NEWLINE and data[begin - 1] == RETURN)
+
+
+def _separators(data: bytes | bytearray, separator: bytes) -> Iterator[tuple[int, int]]:
+    """Where the document in front of each separator ends, and the next one begins."""
+    for found in _pattern(separator)[0].finditer(data):
+        yield _end_before(data, found), found.end()
+
+
+def _last_separator(data: bytearray, separator: bytes) -> tuple[int, int]:
+    """The last one of `_separators`."""
+    if RETURN in data:
+        return deque(_separators(data, separator), maxlen=1)[0]
     widths = range(1, len(separator))
     if not any(separator.startswith(separator[-width:]) for width in widths):
-        return data.rindex(separator)
-    return len(data) - len(data.split(separator)[-1]) - len(separator)
+        end = data.rindex(separator)
+    else:
+        end = len(data) - len(data.split(separator)[-1]) - len(separator)
+    return end, end + len(separator)
 
 
-def _next_document(file: pa.NativeFile, cut: int, separator: bytes, size: int) -> int | None:
-    """The first document from byte `cut` on where every reader sees one begin; None if none does.
+def _next_document(
+    file: pa.NativeFile, cut: int, separator: bytes, size: int
+) -> tuple[int, int] | None:
+    """The separator before the first document from byte `cut` on where every reader sees one begin.
 
-    It begins after a separator that no earlier one overlaps: such a separator is found by any
-    search from the left, wherever it starts, as long as it starts with a document.
+    Where the document before it ends, and where that one begins; None if none does. No earlier
+    separator overlaps it: so it is found by any search from the left, wherever it starts, as long
+    as it starts with a document.
     """
     if not cut or cut >= size:
-        return None if cut else 0
-    width = len(separator)
+        return None if cut else (0, 0)
+    pattern, width = _pattern(separator)
     earliest = max(0, cut - width)
-    start = max(0, earliest - width + 1)
+    start = max(0, earliest - width)
     window = b""
     chunk: bytes
     file.seek(start)
     while chunk := file.read(SEARCH_BYTES):
         window += chunk
-        found: int = window.find(separator, earliest - start)
-        while found >= 0:
-            if window.find(separator, max(0, found - width + 1), found + width - 1) < 0:
-                return start + found + width
-            found = window.find(separator, found + 1)
+        place = earliest - start
+        while found := pattern.search(window, place):
+            place, end = found.start() + 1, found.end()
+            overlapping = pattern.search(window, max(0, place - width), end - 1)
+            if start + end >= cut and not overlapping:
+                return start + _end_before(window, found), start + end
         # Keep what a separator across the end can begin in, and what can overlap that one.
         earliest = max(earliest, start + len(window) - width + 1)
-        dropped = max(0, earliest - start - width + 1)
+        dropped = max(0, earliest - start - width)
         start, window = start + dropped, window[dropped:]
     return None

@@ -6,6 +6,7 @@ Arrow's parser of JSON gives exactly what Python's does.
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -28,6 +29,7 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_store import ObjectStore
 
 SEPARATOR = "\n\n"
+WIDE = ("utf-16", "utf-32")
 SEARCH_BYTES = "infini_model.data.sources.text.SEARCH_BYTES"
 
 
@@ -196,8 +198,10 @@ def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(tmp_path, 
 @pytest.mark.parametrize("search_bytes", [1, 3, 1 << 18])
 @settings(max_examples=150)
 @given(
-    text=st.text("ab\né", max_size=40),
-    separator=st.sampled_from(["\n", "\n\n", "aa", "aba", "abab", "ab", "é", "aab", "zz"]),
+    text=st.lists(st.sampled_from([*"ab\n\ré", "\r\n"]), max_size=40).map("".join),
+    separator=st.sampled_from(
+        ["\n", "\n\n", "\na\n", "aa", "aba", "abab", "ab", "é", "aab", "zz", "\r\n\n", "\r"]
+    ),
     cuts=st.lists(st.integers(1, 50), max_size=5, unique=True).map(sorted),
     batch_bytes=st.integers(1, 20),
 )
@@ -205,6 +209,7 @@ def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(tmp_path, 
 @example(text="aaaaaab", separator="aa", cuts=[3], batch_bytes=1)
 @example(text="x\n", separator="\n", cuts=[1], batch_bytes=1)
 @example(text="", separator="\n", cuts=[], batch_bytes=1)
+@example(text="a\r\n\r\n\r\nb\r\n\n\r\r\n\nc\r", separator="\n\n", cuts=[2, 4, 9], batch_bytes=1)
 def test_ranges_hold_the_whole(tmp_path_factory, search_bytes, text, separator, cuts, batch_bytes):
     path = tmp_path_factory.getbasetemp() / "a.txt"
     path.write_bytes(text.encode())
@@ -212,7 +217,8 @@ def test_ranges_hold_the_whole(tmp_path_factory, search_bytes, text, separator, 
         patch.setattr(SEARCH_BYTES, search_bytes)
         parts = cut_file(path, *cuts)
         found = rows_of(*parts, batch_bytes=batch_bytes, separator=separator)
-    assert found == text.split(separator)
+    plain = separator.replace("\r\n", "\n")
+    assert found == re.split(plain.replace("\n", "\r?\n"), text)
 
 
 def test_each_document_is_cleaned_by_itself(tmp_path):
@@ -225,6 +231,35 @@ def test_each_document_is_cleaned_by_itself(tmp_path):
     with pytest.raises(DataError, match=r"a\.txt: is binary, not text: it has a NUL at byte 17$"):
         rows_of(parts[1], separator="\n\n")
     assert rows_of(parts[0], separator="\n\n", errors="replace") == ["one", "caf�", "two"]
+
+
+def test_files_of_windows_hold_the_same_documents(tmp_path):
+    texts = ["naïve 日本", "two\nlines", "the end"]
+    plain = SEPARATOR.join(texts).encode()
+    marked = SEPARATOR.join(f"\ufeff{text}" for text in texts)
+    windows = marked.replace("\n", "\r\n").encode()
+    path = tmp_path / "a.txt"
+    for content in (plain, windows, *(marked.encode(codec) for codec in ("utf-8", *WIDE))):
+        path.write_bytes(content)
+        parts = cut_file(path, 9, 30)
+        found = rows_of(*parts, separator=SEPARATOR, batch_bytes=9)
+        assert [text.replace("\r\n", "\n") for text in found] == texts
+        # A mark is dropped at the start of a line, wherever files were joined.
+        (whole,) = rows_of(*cut_file(path))
+        assert whole.replace("\r\n", "\n") == SEPARATOR.join(texts)
+    lines = "".join(f'\ufeff{{"text": "{text}"}}\r\n' for text in ("a", "日本")) + "\ufeff\n"
+    for codec in ("utf-8", *WIDE):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(lines.encode(codec))
+        assert rows_of(*cut_file(path, 9, 30)) == ["a", "日本"]
+        path.write_bytes((lines + "broken").encode(codec))
+        with pytest.raises(DataError, match=r"a\.jsonl, line 4: is not JSON"):
+            rows_of(*cut_file(path))
+    # Whose last character is cut off.
+    path = tmp_path / "a.txt"
+    path.write_bytes("日本".encode("utf-16")[:-1])
+    with pytest.raises(DataError, match=r"a\.txt: is not UTF-8"):
+        rows_of(*cut_file(path))
 
 
 def test_a_document_that_is_too_long_is_named_before_it_fills_the_memory(tmp_path, monkeypatch):

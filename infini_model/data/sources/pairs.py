@@ -41,6 +41,10 @@ class _Message(NamedTuple):
     content: str
 
 
+# One without content, such as a call of a tool, which is left out of its conversation.
+SILENT = _Message("", "")
+
+
 def pair_columns(present: Iterable[str], where: str = "") -> list[str]:
     """The columns that hold the pairs. Raises `DataError` that names those that are `present`."""
     names = list(present)
@@ -81,7 +85,10 @@ def _of_messages(values: list[Any], template: ChatTemplate, errors: Errors) -> P
     known = [message for message in messages if message is not None]
     if len(known) < len(messages):
         return None
+    known = [message for message in known if message is not SILENT]
     turns = [place for place, message in enumerate(known) if message.role == ASSISTANT]
+    if not turns and len(known) < len(messages):
+        return None
     if not turns:
         raise DataError(f"has no message of the {ASSISTANT}")
     conversation = known[: turns[-1] + 1]
@@ -96,6 +103,8 @@ def _message(number: int, value: Any, errors: Errors) -> _Message | None:
     """A message, None if a part of it is null or skipped; `number` is for errors."""
     if not isinstance(value, dict):
         raise DataError(f"message {number} is {type(value).__name__}, not an object")
+    if value.get("role") is not None and value.get("content") is None:
+        return SILENT
     parts = []
     for name in _Message._fields:
         if name not in value:

@@ -90,6 +90,26 @@ def test_a_template_decides_nothing_of_texts():
     assert reading_of(DataConfig(source=FilesSource(template="{role}{content}"))) == Reading()
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_message_without_content_is_left_out_of_its_conversation(tmp_path, kind):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    bare = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    asked, tool, answer = message("user", "1 + 1?"), message("tool", "2"), message("assistant", "2")
+    conversations = [
+        *([asked, each, tool, answer] for each in (call, bare)),
+        [asked, answer, asked, call],
+        [asked, bare],
+    ]
+    rows, path = [{"messages": each} for each in conversations], tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write_rows(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    begun = "user:\n1 + 1?\n\n"
+    long = (f"{begun}tool:\n2\n\nassistant:\n", "2")
+    assert pairs_in(cut_file(path)) == ([long, long, (f"{begun}assistant:\n", "2")], 1)
+
+
 def test_rows_without_an_answer_are_skipped_and_counted(tmp_path):
     pairs = make_pairs(6)
     rows = as_rows(pairs)
@@ -108,7 +128,7 @@ WRONG = [
     ('{"messages": "a"}', "column 'messages' is str, not a list"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the assistant"),
     ('{"messages": ["a"]}', "message 1 is str, not an object"),
-    ('{"messages": [{"role": "user"}]}', "message 1 has no 'content'; it has: role"),
+    ('{"messages": [{"content": "a"}]}', "message 1 has no 'role'; it has: content"),
     ('{"messages": [{"role": "user", "content": 5}]}', "message 1: 'content' is int, not text"),
     ('{"prompt": "\\ud800", "answer": "a"}', "is not UTF-8: a lone surrogate at character 0"),
     ("[" * 100_000, "is not JSON: it is nested too deeply"),

@@ -144,8 +144,10 @@ class Loader:
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
         if not self._ready:
-            # Kept until it succeeds: what follows a failed read must not take its place.
-            self._prefetched = self._prefetched or self._thread.submit(self._gather)
+            # One that failed is read again: what follows must not take its place.
+            failed = self._prefetched and self._prefetched.done() and self._prefetched.exception()
+            if failed or self._prefetched is None:
+                self._prefetched = self._thread.submit(self._gather)
             self._ready.extend(self._prefetched.result())
             self._prefetched = self._thread.submit(self._gather)
         batches = self._ready.popleft()

@@ -154,6 +154,26 @@ def test_resuming_anywhere_gives_the_same_steps(
         assert [key for batch in found for key in batch.keys.tolist()] == expected[0].keys.tolist()
 
 
+def test_a_read_that_failed_is_made_again_and_nothing_takes_its_place(windows, monkeypatch):
+    with Loader(windows, batch_size=2, tokens_at_once=1) as loader:
+        whole = [rows(next(loader)) for _ in range(4)]
+    gather, failures = Windows.gather, iter([False, True, True])
+
+    def failing(*arguments):
+        if next(failures, False):
+            raise OSError("the disk is away")
+        return gather(*arguments)
+
+    monkeypatch.setattr(Windows, "gather", failing)
+    with Loader(windows, batch_size=2, tokens_at_once=1) as loader:
+        read = [rows(next(loader))]
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is away"):
+                next(loader)
+        read += [rows(next(loader)) for _ in range(3)]
+    assert torch.equal(torch.cat(read), torch.cat(whole))
+
+
 def test_too_few_tokens_for_one_batch_is_an_error_in_one_line(windows):
     with pytest.raises(DataError, match=r"too few tokens for one batch: [^\n]*has[^\n]*$"):
         Loader(windows, batch_size=len(windows), world_size=2)

@@ -52,6 +52,7 @@ class LocalEngine:
     def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
         """Make the partitions with no more threads than there are partitions."""
         unfinished = len(specs)
+        lock = threading.Lock()
 
         def share_cores() -> None:
             """Let the tokenizer use all cores for the last partition, and one thread before it."""
@@ -71,8 +72,9 @@ class LocalEngine:
 
             datasets.make(spec, tokenizer, limited)
             advance(left)
-            unfinished -= 1
-            share_cores()
+            with lock:
+                unfinished -= 1
+                share_cores()
 
         devices = worker_devices(self._config, self._tokenizer)[: len(specs)]
         share_cores()

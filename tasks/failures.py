@@ -116,8 +116,7 @@ def _happened(error: BaseException) -> str:
 
 def _advice(error: BaseException) -> str:
     """How to resume what failed through no fault of the user's; empty if that does not help."""
-    is_final = isinstance(error, TrainingFailure) and error.is_final
-    if not isinstance(error, StageError) or is_final or RESUMES.search(_happened(error)):
+    if not isinstance(error, StageError) or error.is_final or RESUMES.search(_happened(error)):
         return ""
     return resume_advice()
 

@@ -7,6 +7,7 @@ line goes to the log.
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections import deque
@@ -23,22 +24,21 @@ from infini_model.config import Config, StageConfig
 from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
-from infini_model.training.launch.failures import TrainingFailure
 from tasks.artifacts import Progress
 from tasks.control import stopped_with_flow_run
 from tasks.flow_run import attempt, log_line
 
 TAIL_LINES = 20
+# What a program does to itself, and so would do again; other signals come from outside.
+FAULTS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 P = ParamSpec("P")
 
 
 async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
-    """False for a user's mistake, and for a training failure that a retry would not fix."""
+    """False for a user's mistake, and for a failure that a retry would not fix."""
     error = await state.aresult(raise_on_failure=False)
-    if isinstance(error, TrainingFailure):
-        return not error.is_final
-    return not isinstance(error, UserError)
+    return not isinstance(error, UserError) and not getattr(error, "is_final", False)
 
 
 # Options of every stage's Prefect task. Prefect caches and stores no results: they depend on the
@@ -126,7 +126,7 @@ def _outcome(
         raise kinds[error["kind"]](error["message"])
     if status != 0 or RESULT not in reported:
         failure = StageError(": ".join([f"{name} ended with status {status}", *tail[-1:]]))
-        failure.last_lines = tail
+        failure.last_lines, failure.is_final = tail, -status in FAULTS
         raise failure
     result: dict[str, Any] = reported[RESULT]
     return result

@@ -69,7 +69,8 @@ class UnreachableError(ConnectionError):
 class StageError(RuntimeError):
     """A stage failed through no fault of the user's; a retry may succeed.
 
-    `last_lines` are the last lines of its output.
+    `last_lines` are the last lines of its output; if it `is_final`, a retry would not help.
     """
 
     last_lines: Sequence[str] = ()
+    is_final = False

@@ -3,10 +3,13 @@
 Each test runs the command line against a real server and queries that server.
 """
 
+import asyncio
 import json
 import os
 import re
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +27,19 @@ from commands import (
     write_settings,
     write_texts,
 )
+from prefect.states import Failed
 from serving import Server
 
 from infini_model.config import ModelConfig, load_config
 from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import ConfigError, DataError
+from infini_model.runtime import processes
+from infini_model.runtime.errors import ConfigError, DataError, StageError
 from infini_model.training.initial_weights import read_initial_weights
 from tasks import shard
 from tasks.download import download
+from tasks.stage import _outcome, is_worth_a_retry
 
 STAGES = ("download", "plan", "shard", "train", "evaluate")
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -94,6 +100,20 @@ def test_the_last_share_puts_the_dataset_together(connected: Environment, tmp_pa
     (folder,) = datasets.glob("tiny-*")
     assert output.splitlines()[-1] == f"Dataset: {folder}"
     assert read_manifest(folder).documents == 40
+
+
+@pytest.mark.parametrize(
+    ("number", "is_worth"),
+    [(signal.SIGABRT, False), (signal.SIGSEGV, False), (signal.SIGKILL, True), (0, True)],
+)
+def test_a_stage_that_aborts_is_not_retried(number: int, is_worth: bool) -> None:
+    program = f"import os; os.kill(os.getpid(), {number}); os._exit(1)"
+    status = processes.run([sys.executable, "-c", program], on_line=lambda _: None)
+    with pytest.raises(StageError) as ended:
+        _outcome("shard", status, {}, ["the last line"])
+    assert str(ended.value) == f"shard ended with status {-number or 1}: the last line"
+    state = Failed(data=ended.value)
+    assert asyncio.run(is_worth_a_retry(None, None, state)) == is_worth  # type: ignore[arg-type]
 
 
 def test_what_is_no_dataset_or_place_for_one(

@@ -64,8 +64,8 @@ def sha256(data):
 
 class LocalHub(ThreadingHTTPServer):
     """`repositories` are served at `address`; `cuts` bodies are cut in the middle, `busy` refused;
-    without `ranges` files are sent whole; a `held` file is not sent until `released` is set. Large
-    files lie on another host, as the hub's do.
+    without `ranges` files are sent whole; a `held` file is not sent until `released` is set. What
+    is sent is said to have the `encoding`. Large files lie on another host, as the hub's do.
     """
 
     daemon_threads = True
@@ -78,6 +78,7 @@ class LocalHub(ThreadingHTTPServer):
         self.requests: list[Request] = []
         self.cuts = self.busy = 0
         self.ranges = True
+        self.encoding: str | None = None
         self.held: bytes | None = None
         self.released = threading.Event()
 
@@ -185,6 +186,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status, body, headers):
         self.send_response(status)
+        if self.server.encoding and self.command == "GET":
+            headers = headers | {"Content-Encoding": self.server.encoding}
         for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         if self.command == "HEAD":

@@ -368,13 +368,13 @@ def matching(pattern: str) -> list[StoredObject]:
     """The objects that an address or a glob matches, sorted by address.
 
     A glob matches what it would match on a disk (`glob.glob`, recursive): `*` within one folder
-    name, `**` any number of folders, neither what begins with a dot. All objects below the folders
-    that stand before the first wildcard are listed.
+    name, `**` any number of folders, neither what begins with a dot. An object of the very name
+    goes first. All objects below the folders that stand before the first wildcard are listed.
     """
     root, key = split_address(pattern)
     store = ObjectStore(root)
-    if not glob.has_magic(key):
-        found = store.find(key) if key else None
+    found = store.find(key) if "[" in key or (key and not glob.has_magic(key)) else None
+    if found or not glob.has_magic(key):
         return [found] if found else []
     parts = key.split("/")
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from infini_model.data.sources.files import brief
 from infini_model.data.sources.formats import check_format
+from infini_model.data.sources.text import CODECS
 from infini_model.runtime import storage
 from infini_model.runtime.errors import BUSY, DataError, UnreachableError
 from infini_model.runtime.stage_protocol import OnProgress
@@ -129,6 +130,11 @@ def _copy(remote: _Remote, file: Any) -> Iterator[int]:
                 remote.path, "rb", block_size=0, size=remote.size, headers=headers
             )
             start = start if source.r.status == 206 else 0
+            # As a name such as a.jsonl.gz says, too, or else although it was not asked for.
+            encoding = source.r.headers.get("Content-Encoding") or "identity"
+            if encoding not in ("identity", CODECS.get(remote.target.suffix.lower())):
+                why = f"is sent compressed (Content-Encoding: {encoding}); download it yourself"
+                raise DataError(f"{remote.address}: {why}")
         else:
             source = remote.system.open(remote.path, "rb", block_size=CHUNK_BYTES)
             source.seek(start)

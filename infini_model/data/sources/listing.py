@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fnmatch
 import glob
+import logging
 import os
 import sysconfig
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,6 +23,8 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.object_store import ObjectStore, StoredObject, matching
 from infini_model.runtime.stage_protocol import OnProgress
+
+log = logging.getLogger(__name__)
 
 STDLIB = "{stdlib}"
 # Folders below the standard library that are not part of it.
@@ -83,12 +89,20 @@ def reading_of(config: DataConfig) -> Reading:
 def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None = None) -> list[str]:
     """The local files that globs match, and those downloaded from addresses, each once, sorted.
 
-    Raises `DataError` if a glob matches nothing or a file has an unknown extension.
+    Raises `DataError` if a glob matches nothing, or a file has an unknown extension or a name that
+    no listing can hold, unless `errors` says to skip it.
     """
     # Not of `Path`, which takes longer to make than a small file to read.
     found = {path for each in source.paths if "://" not in each for path in _expand(each)}
     for path in sorted(found):
         check_format(path)
+        # Bytes that are not UTF-8 are lone surrogates, which no listing can hold.
+        shown = path if path.isprintable() else os.fsencode(path).decode(errors="backslashreplace")
+        if shown != path and source.errors != "skip":
+            raise DataError(f"{shown}: the name is not UTF-8; rename it")
+        if shown != path:
+            log.warning("%s: left out, as the name is not UTF-8", shown)
+            found.remove(path)
     addresses = [each for each in source.paths if "://" in each and not is_store(each)]
     if addresses:
         from infini_model.data.sources.http import fetch_files
@@ -114,7 +128,7 @@ def list_objects(pattern: str) -> list[SourceFile]:
         for each in matching(pattern)
     ]
     if not found:
-        is_folder = not glob.has_magic(pattern) and bool(ObjectStore(pattern).list_below())
+        is_folder = bool(ObjectStore(pattern).list_below())
         raise _no_match(pattern, "object", is_folder)
     for file in found:
         check_format(file.address)
@@ -136,40 +150,59 @@ def _fingerprint(found: StoredObject) -> str:
 
 
 def _no_match(pattern: str, what: str, is_folder: bool) -> DataError:
-    hint = f"; it is a folder: write {pattern.rstrip('/')}/**/*.txt" if is_folder else ""
+    inside = f"{glob.escape(pattern.rstrip('/'))}/**/*.txt"
+    hint = f"; it is a folder: write {inside}" if is_folder else ""
     return DataError(f"data.source.paths: {pattern!r} matches no {what}{hint}")
 
 
 def _expand(pattern: str) -> list[str]:
-    """The files that a glob matches. `{stdlib}` is the folder of Python's standard library."""
+    """The files that a glob matches. `{stdlib}` is the folder of Python's standard library.
+
+    Folders that it begins with, or all of it, are taken literally if they exist.
+    """
+    excluded = NOT_STDLIB if pattern.startswith(STDLIB) else frozenset[str]()
+    expanded = pattern.replace(STDLIB, sysconfig.get_path("stdlib"), 1) if excluded else pattern
     # Unlike that of `Path`, it leaves the name of an unknown user as it is.
-    expanded = Path(os.path.expanduser(pattern))  # noqa: PTH111
-    if pattern.startswith(STDLIB):
-        found = _in_stdlib(pattern.removeprefix(STDLIB).lstrip("/"))
-    else:
-        place = Path(glob.escape(str(Path.cwd())), expanded)
-        found = glob.glob(str(place), recursive=True)  # noqa: PTH207
+    place = Path.cwd() / os.path.expanduser(expanded)  # noqa: PTH111
+    literal = next(each for each in (place, *place.parents) if os.path.exists(each))  # noqa: PTH110
+    parts, again = place.parts[len(literal.parts) :], set[str]()
+    found = _walk(str(literal), parts, excluded, {}, again) if parts else [str(place)]
     files = [name for name in found if os.path.isfile(name)]  # noqa: PTH113
+    if again:
+        example = f"{len(again)}, such as {min(again)}"
+        log.warning("data.source.paths: %r: links to folders read before: %s", pattern, example)
     if not files:
-        raise _no_match(pattern, "file", expanded.is_dir())
+        raise _no_match(pattern, "file", place.is_dir())
     return files
 
 
-def _in_stdlib(pattern: str) -> list[str]:
-    """What `pattern` matches in the standard library, without installed packages.
+def _walk(
+    folder: str,
+    parts: tuple[str, ...],
+    excluded: frozenset[str],
+    seen: dict[tuple[str, tuple[str, ...]], str],
+    again: set[str],
+) -> Iterator[str]:
+    """What the parts of a glob match in a folder, which is read once, whatever links lead to it.
 
-    A leading `**/` is expanded per subfolder, since walking all installed packages would take
-    longer than reading the library.
+    `seen` has the folders that were read for these parts, by their real names; `again` gets links.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    patterns = [pattern]
-    if pattern.startswith("**/"):
-        below = {path.name for path in root.iterdir() if path.is_dir()} - NOT_STDLIB
-        patterns = [f"{glob.escape(name)}/{pattern}" for name in below]
-        patterns.append(pattern.removeprefix("**/"))
-    found = [
-        name
-        for each in patterns
-        for name in glob.glob(each, root_dir=root, recursive=True)  # noqa: PTH207
-    ]
-    return [f"{root}/{name}" for name in found if not NOT_STDLIB & set(name.split("/"))]
+    first = seen.setdefault((os.path.realpath(folder), parts), folder)
+    if first is not folder:
+        again.update({folder} - {first})
+        return
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        yield from _walk(folder, rest or ("*",), excluded, seen, again)
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(OSError):  # as `glob` does
+        entries = sorted(os.scandir(folder), key=os.DirEntry.is_symlink)
+    for entry in entries:
+        hidden = entry.name.startswith(".") and not part.startswith(".")
+        if hidden or entry.name in excluded or not fnmatch.fnmatchcase(entry.name, part):
+            continue
+        deeper = parts if part == "**" else rest
+        if not deeper:
+            yield entry.path
+        elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():  # noqa: PTH112
+            yield from _walk(entry.path, deeper, excluded, seen, again)

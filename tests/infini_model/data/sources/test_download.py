@@ -1,6 +1,7 @@
 """The files of a source are listed by what identifies their content; what is remote comes once."""
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,55 @@ def test_each_match_is_listed_once_in_order_from_any_folder(tmp_path, monkeypatc
     escaped = str(here).replace("[", "[[]").replace("*", "[*]")
     source = FilesSource(paths=[pattern.replace("{here}", escaped) for pattern in patterns])
     assert list_files(source, tmp_path) == [str(raw / f"000{number}.txt") for number in range(3)]
+
+
+def test_a_folder_is_read_once_whatever_links_lead_to_it(tmp_path, caplog):
+    raw = write_files(tmp_path / "raw", ["a", "b"])
+    deep = write_files(raw / "deep" / "er", ["c"])
+    outside = write_files(tmp_path / "outside", ["d"])
+    for link, target in (("self", "."), ("deep/up", ".."), ("alias", deep), ("linked", outside)):
+        (raw / link).symlink_to(target)
+    # Folders that only a link leads to are read.
+    everything = [raw / "0000.txt", raw / "0001.txt", deep / "0000.txt", raw / "linked/0000.txt"]
+    for pattern in ("raw/**/*.txt", "raw/**", "raw/**/**/*.txt"):
+        source = FilesSource(paths=[str(tmp_path / pattern)])
+        assert list_files(source, tmp_path) == sorted(map(str, everything))
+        assert f"read before: 3, such as {raw}/alias" in caplog.messages[-1]
+    # Two links to each other's folder.
+    for one, other in (("a", "b"), ("b", "a")):
+        write_files(tmp_path / "ring" / one, [one])
+        (tmp_path / "ring" / one / "next").symlink_to(f"../{other}")
+    assert len(list_files(FilesSource(paths=[str(tmp_path / "ring/**/*.txt")]), tmp_path)) == 2
+    assert len(list_files(FilesSource(paths=[str(raw / "*" / "*.txt")]), tmp_path)) == 4
+
+
+def test_what_exists_under_the_name_of_a_glob_is_meant(tmp_path, bucket):
+    folder = write_files(tmp_path / "br [2024]", ["a", "b"])
+    write_files(tmp_path / "br 2", ["c"])
+    for name in ("0000.txt", "*.txt", "**/0000.txt"):
+        found = list_files(FilesSource(paths=[f"{folder}/{name}"]), tmp_path)
+        assert found == sorted(map(str, folder.glob(name)))
+    with pytest.raises(DataError, match=r"it is a folder: write .*/br \[\[\]2024\]/\*\*/\*\.txt$"):
+        list_files(FilesSource(paths=[str(folder)]), tmp_path)
+    ObjectStore(bucket).write("br [2024]/a.txt", b"a")
+    assert [each.bytes for each in list_objects(f"{bucket}/br [2024]/a.txt")] == [1]
+    with pytest.raises(DataError, match=r"folder: write .*/br \[\[\]2024\]/\*\*/\*\.txt$"):
+        list_objects(f"{bucket}/br [2024]")
+
+
+def test_a_name_that_is_not_utf8_is_told_and_keeps_no_other_file_out(tmp_path, caplog):
+    write_files(tmp_path / "raw", ["a", "b"])
+    for name in (b"caf\xe9.txt", b"\xe9t\xe9/c.txt"):
+        path = Path(os.fsdecode(bytes(tmp_path / "raw") + b"/" + name))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("c")
+    paths = [str(tmp_path / "raw" / "**")]
+    told = "caf\\xe9.txt: the name is not UTF-8; rename it"
+    with pytest.raises(DataError, match=re.escape(told) + "$"):
+        list_files(FilesSource(paths=paths), tmp_path)
+    source = FilesSource(paths=paths, errors="skip")
+    assert len(download(DataConfig(source=source), tmp_path).ranges) == 2
+    assert caplog.messages[-1].endswith("\\xe9t\\xe9/c.txt: left out, as the name is not UTF-8")
 
 
 def test_the_standard_library_excludes_installed_packages(tmp_path):
@@ -199,6 +249,17 @@ def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, err
     with pytest.raises(error, match=f"^{address_of(hub, name)}: {complaint}[^\n]*$") as caught:
         download(files_config(address_of(hub, name)), tmp_path)
     assert "hf_signed" not in str(caught.value)
+
+
+def test_what_a_server_compresses_is_refused_unless_the_name_says_so(hub, tmp_path):
+    hub.encoding = "gzip"
+    hub.repositories["team/data"] = Repository(dict.fromkeys(("a.jsonl", "a.jsonl.gz"), CONTENT))
+    with pytest.raises(DataError, match=f"^{address_of(hub, 'a.jsonl')}: .*Content-Encoding: gzip"):
+        download(files_config(address_of(hub, "a.jsonl")), tmp_path)
+    (file,) = files_of(tmp_path, address_of(hub, "a.jsonl.gz"))
+    assert Path(file.address).read_bytes() == CONTENT
+    hub.encoding = "identity"
+    assert files_of(tmp_path, address_of(hub, "a.jsonl"))
 
 
 def test_other_file_systems_are_copied_and_globbed(tmp_path):

@@ -35,6 +35,7 @@ from infini_model.runtime.records import Record
 EXPANSION = 4
 HASH_BITS = 256
 FOOTERS_AT_ONCE = 16
+FOOTER_ENDS = 8  # bytes of a Parquet file that follow its footer: the length of that, a magic word
 
 
 class Partition(NamedTuple):
@@ -194,11 +195,18 @@ def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Grou
 
     with file_errors(file.address), open_source(file, whole=False) as opened:
         metadata = pq.read_metadata(opened)
-    text_columns(file.address, metadata.schema.to_arrow_schema(), reading)
+        columns = text_columns(file.address, metadata.schema.to_arrow_schema(), reading)
+        opened.seek(file.bytes - FOOTER_ENDS)
+        # A signature behind the footer: columns are encrypted, of which only reading them can tell.
+        if int.from_bytes(opened.read(4), "little") != metadata.serialized_size:
+            whole = pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 12)
+            for column in columns:
+                with file_errors(f"{file.address}: column {column!r}"):
+                    next(whole.iter_batches(1, row_groups=[0], columns=[column]), None)
     gathered: list[_Groups] = []
     size = 0
     for number in range(metadata.num_row_groups):
-        size += text_bytes(metadata.row_group(number), reading)
+        size += text_bytes(metadata, number, reading)
         if size >= target_bytes or number == metadata.num_row_groups - 1:
             gathered.append(_Groups(number + 1, size))
             size = 0

@@ -212,6 +212,8 @@ def file_errors(address: str) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = getattr(error, "strerror", None) or lines[0]
+        if "requires too much memory" in reason:  # libzstd, of what `zstd --long=28` and more makes
+            reason += "; compress it again: zstd -d --long=31 < old | zstd > new"
         raise DataError(f"{address}: cannot be read: {reason}") from error
 
 

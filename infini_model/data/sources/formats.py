@@ -195,14 +195,13 @@ def read_range(
     kind = format_of(address)
     if kind == "text" and separator is None:
         size = part.file.bytes
-        data = b"" if size > MAX_OFFSET else as_utf8(read_source(part.file))
-        if (size := max(size, len(data))) > MAX_OFFSET:
+        if size > MAX_OFFSET:
             raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
-        yield documents_in(Block(0, data), None, errors, address)
+        yield documents_in(Block(0, as_utf8(read_source(part.file))), None, errors, address)
         return
     found: Iterator[pa.Array]
     with open_source(part.file, whole) as file:
-        if kind in ("text", "jsonl") and (head := file.read(4)).startswith(tuple(WIDE)):
+        if kind in ("text", "jsonl") and (head := file.read(2)).startswith(WIDE):
             # Whole, by whoever reads the first range.
             if part.start:
                 return
@@ -270,11 +269,17 @@ def _missing_column(column: str, present: Iterable[str], where: str = "") -> Dat
 
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
     """The columns to read; raises `DataError` that names the file if one is missing or no text."""
+    names, column = schema.names, reading.column
+    columns = [column] if reading.template is None else pair_columns(names, f"{address}: ")
+    for each in columns:
+        if names.count(each) > 1:
+            raise DataError(
+                f"{address}: has {names.count(each)} columns {each!r}; rename all but one"
+            )
     if reading.template is not None:
-        return pair_columns(schema.names, f"{address}: ")
-    column = reading.column
-    if column not in schema.names:
-        raise _missing_column(column, schema.names, f"{address}: ")
+        return columns
+    if column not in names:
+        raise _missing_column(column, names, f"{address}: ")
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(value) for test in HOLDS_TEXT):
@@ -293,7 +298,7 @@ def _read_parquet(
         groups = range(file.num_row_groups)[part.start : part.stop]
         row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
         for group in groups:
-            rows = _batch_rows(file.metadata.row_group(group), reading, batch_bytes)
+            rows = _batch_rows(file.metadata, group, reading, batch_bytes)
             for batch in file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             ):
@@ -301,24 +306,30 @@ def _read_parquet(
                 row += batch.num_rows
 
 
-def text_bytes(group: Any, reading: Reading) -> int:
+def text_bytes(metadata: Any, group: int, reading: Reading) -> int:
     """The bytes of the texts of a row group of Parquet; of pairs, those of all columns."""
     if reading.template is not None:
-        return int(group.total_byte_size)
-    return int(_text_chunk(group, reading.column).total_uncompressed_size)
+        return int(metadata.row_group(group).total_byte_size)
+    return int(_text_chunk(metadata, group, reading.column).total_uncompressed_size)
 
 
-def _text_chunk(group: Any, column: str) -> Any:
-    columns = map(group.column, range(group.num_columns))
-    return next(each for each in columns if each.path_in_schema == column)
+def _text_chunk(metadata: Any, group: int, column: str) -> Any:
+    # Not by the names of the chunks: to ask an encrypted one for anything ends the process.
+    columns = range(metadata.num_columns)
+    index = next(each for each in columns if metadata.schema.column(each).path == column)
+    return metadata.row_group(group).column(index)
 
 
-def _batch_rows(group: Any, reading: Reading, batch_bytes: int) -> int:
+def _batch_rows(metadata: Any, group: int, reading: Reading, batch_bytes: int) -> int:
     """How many rows of a row group have about `batch_bytes` of text."""
-    rows: int = batch_bytes * group.num_rows // max(1, text_bytes(group, reading))
+    count = metadata.row_group(group).num_rows
+    rows: int = batch_bytes * count // max(1, text_bytes(metadata, group, reading))
     most = BATCH_DOCUMENTS
     # A dictionary has each text once, so that the rows may have far more.
-    if reading.template is not None or _text_chunk(group, reading.column).has_dictionary_page:
+    if (
+        reading.template is not None
+        or _text_chunk(metadata, group, reading.column).has_dictionary_page
+    ):
         most = DICTIONARY_ROWS
     return max(1, min(most, rows))
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
+import logging
 import math
 import re
 from collections import deque
@@ -26,6 +28,8 @@ from infini_model.config import SplitsConfig
 from infini_model.data.sources.files import FileRange
 from infini_model.runtime.errors import DataError
 
+log = logging.getLogger(__name__)
+
 # Offsets into an Arrow string array, or a list array, are signed 32-bit integers.
 MAX_OFFSET = (1 << 31) - 1
 SEARCH_BYTES = 1 << 18
@@ -33,12 +37,11 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 ADVICE = "data.source.errors takes skip or replace"
 Errors = Literal["fail", "skip", "replace"]
 LEFT_BRACE, RIGHT_BRACE, NEWLINE, RETURN = b"{}\n\r"
-# What Windows programs write in front of UTF-8, and what says that a file is none.
-MARK = codecs.BOM_UTF8
-WIDE = {
-    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
-    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
-}
+# What Windows programs write in front of UTF-8, and of UTF-16.
+MARK, WIDE = codecs.BOM_UTF8, (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Of the documents that are left out, the first are named; all are counted elsewhere.
+NAMED = 3
+_left_out = itertools.count()
 # Numbers to Arrow and not to Python, and what ends one.
 UNKNOWN_NUMBERS, ENDS = (b"Inf", b"-NaN"), list(b" \t\r\n,]}")
 
@@ -97,10 +100,9 @@ def as_text(rows: pa.BinaryArray) -> pa.StringArray | None:
 
 
 def as_utf8(data: bytes) -> bytes:
-    """A file that begins with the mark of UTF-16 or UTF-32, in UTF-8; any other as it is."""
-    codec = next((name for mark, name in WIDE.items() if data.startswith(mark)), None)
+    """A file that begins with the mark of UTF-16, in UTF-8; any other as it is."""
     try:
-        return data if codec is None else data.decode(codec).encode()
+        return data.decode("utf-16").encode() if data.startswith(WIDE) else data
     except UnicodeDecodeError:
         return data  # which is not UTF-8 either
 
@@ -170,6 +172,8 @@ def documents_in(
             text = None if is_binary else decode(data[start:end], errors, block.start + start)
         except DataError as error:
             raise DataError(f"{address}: {error}") from error
+        if text is None and next(_left_out) < NAMED:
+            log.warning("%s: a document is left out, as it is not UTF-8", address)
         documents.append(text and text.replace("\n\ufeff", "\n").removeprefix("\ufeff"))
     return pa.array(documents, pa.string())
 
@@ -321,14 +325,10 @@ def _separators(data: bytes | bytearray, separator: bytes) -> Iterator[tuple[int
 
 def _last_separator(data: bytearray, separator: bytes) -> tuple[int, int]:
     """The last one of `_separators`."""
-    if RETURN in data:
+    overlaps = any(separator.startswith(separator[-width:]) for width in range(1, len(separator)))
+    if overlaps or RETURN in data:
         return deque(_separators(data, separator), maxlen=1)[0]
-    widths = range(1, len(separator))
-    if not any(separator.startswith(separator[-width:]) for width in widths):
-        end = data.rindex(separator)
-    else:
-        end = len(data) - len(data.split(separator)[-1]) - len(separator)
-    return end, end + len(separator)
+    return (end := data.rindex(separator)), end + len(separator)
 
 
 def _next_document(

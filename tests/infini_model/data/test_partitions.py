@@ -1,10 +1,12 @@
 """The partitions of a source are a pure function of the set of its files."""
 
+import base64
 import hashlib
 from itertools import pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from corpora import local_file, write_parquet
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.files import FileRange, SourceFile
-from infini_model.data.sources.formats import Reading
+from infini_model.data.sources.formats import Reading, read_documents
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 
@@ -111,6 +113,34 @@ def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_pat
     path.unlink()
     facts = FactCache(tmp_path / "kept.json")
     assert plan_partitions([part], Reading(), TARGET, facts) == partitions
+
+
+class Keys(encryption.KmsClient):
+    """Wraps keys in nothing."""
+
+    def __init__(self, _config):
+        super().__init__()
+
+    def wrap_key(self, key_bytes, _name):
+        return base64.b64encode(key_bytes)
+
+
+def test_an_encrypted_column_is_named_and_no_other_matters(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"body": ["a"], "text": ["b"]})
+    secret = encryption.EncryptionConfiguration(
+        "k", column_keys={"k": ["body"]}, plaintext_footer=True
+    )
+    properties = encryption.CryptoFactory(Keys).file_encryption_properties(
+        encryption.KmsConnectionConfig(), secret
+    )
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    (partition,) = divided([local_file(path)], tmp_path)
+    (batch,) = read_documents(partition.ranges, Reading())
+    assert batch.texts.to_pylist() == ["b"]
+    with pytest.raises(DataError, match=r"a\.parquet: column 'body': cannot be read: .*decrypt"):
+        divided([local_file(path)], tmp_path, Reading(column="body"))
 
 
 def test_a_file_without_row_groups_makes_no_partition_and_a_damaged_one_is_named(tmp_path):

@@ -29,7 +29,7 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.object_store import ObjectStore
 
 SEPARATOR = "\n\n"
-WIDE = ("utf-16", "utf-32")
+WIDE = ("utf-16",)
 SEARCH_BYTES = "infini_model.data.sources.text.SEARCH_BYTES"
 
 
@@ -158,6 +158,9 @@ def test_a_column_that_is_missing_or_not_text_is_named(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["x"])
     with pytest.raises(DataError, match=r"a\.parquet: column 'number' is int64, not text"):
         read(*cut_file(path), column="number")
+    pq.write_table(pa.table([["x"], ["y"]], ["text", "text"]), path)
+    with pytest.raises(DataError, match=r"a\.parquet: has 2 columns 'text'"):
+        read(*cut_file(path))
 
 
 def test_a_file_that_is_torn_or_of_another_format_is_named_in_one_line(tmp_path):
@@ -449,6 +452,16 @@ def test_what_is_nested_too_deeply_for_python_is_said_in_one_line(parsed):
     assert parsed(line) == ["a"]  # Arrow has no such limit
     said = parsed(b'{"text": null}\n' + line)
     assert said == "line 2: is not JSON: it is nested too deeply"
+
+
+def test_a_frame_with_a_window_that_is_too_long_says_how_to_compress_it_again(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    # As `zstd --long=31` writes what it reads from a pipe.
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, strategy=1, hash_log=10)
+    writing = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path.write_bytes(writing.compress(json_lines(["a"])) + writing.flush())
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst: .*memory.*; compress it again: zstd -d"):
+        read(*cut_file(path))
 
 
 @pytest.mark.parametrize(("kind", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])

@@ -35,6 +35,7 @@ from infini_model.data.partitions import (
     plan_partitions,
 )
 from infini_model.data.sources.files import Listing
+from infini_model.data.sources.formats import format_of
 from infini_model.data.sources.listing import reading_of
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
@@ -184,6 +185,7 @@ def build_dataset(
             )
             datasets.write(manifest, wanted.tokenizer)
         make_newest(datasets, name, previous)
+    _warn_of_separator(wanted, listing, manifest)
     if skipped := manifest.corpus.skipped:
         documents = "1 document is" if skipped == 1 else f"{skipped:,} documents are"
         log.info("dataset %s: %s left out, as %s", name, documents, _skipped(wanted))
@@ -197,6 +199,16 @@ def build_dataset(
                 split,
             )
     return manifest
+
+
+def _warn_of_separator(wanted: RequestedDataset, listing: Listing, manifest: Manifest) -> None:
+    """Tell of one that occurs in no file; each is then one document, perhaps left out."""
+    separator, files = wanted.defaults.reading.separator, listing.ranges
+    is_text = all(format_of(part.file.address) == "text" for part in files)
+    if separator and is_text and manifest.documents + manifest.corpus.skipped == len(files):
+        many, first = f"{len(files):,} files", files[0].file.address
+        told = f"{separator!r} occurs in none of {many}; each is one document, such as {first}"
+        log.warning("data.source.separator: %s", told)
 
 
 def make_share(

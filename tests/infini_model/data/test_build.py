@@ -1,6 +1,7 @@
 """Shards depend only on content, are reused by content, and survive failures."""
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from infini_model.data.datasets import dataset_key
 from infini_model.data.loading.stream import open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
 from infini_model.data.partitions import Partition, PartitionDefaults
+from infini_model.data.sources import text
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading
 from infini_model.data.sources.listing import download
@@ -277,13 +279,27 @@ def test_a_split_without_documents_is_told_with_what_gives_it_some(tmp_path, cap
     assert told.endswith(f"a larger data.splits.{empty}, give it some")
 
 
-def test_documents_that_are_left_out_are_counted_in_the_log(tmp_path, caplog):
+def test_documents_that_are_left_out_are_counted_and_the_first_named(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
-    for number, content in enumerate([b"caf\xe9", b"", b"text", b"more text"]):
+    monkeypatch.setattr(text, "_left_out", itertools.count())
+    contents = [b"caf\xe9", b"\0", b"", b"text", b"more text", b"\xff", b"\xe9"]
+    for number, content in enumerate(contents):
         (tmp_path / f"{number}.txt").write_bytes(content)
     source = FilesSource(paths=[str(tmp_path / "*.txt")], errors="skip")
     build(DataConfig(source=source), tmp_path)
-    assert "2 documents are left out, as empty or not UTF-8" in caplog.text
+    assert "5 documents are left out, as empty or not UTF-8" in caplog.text
+    told = [each for each in caplog.messages if each.endswith("is left out, as it is not UTF-8")]
+    assert len({each.split(":")[0] for each in told}) == 3
+
+
+def test_a_separator_that_occurs_nowhere_is_told_also_of_a_dataset_that_stands(tmp_path, caplog):
+    write_files(tmp_path, ["one", "two\n\n", ""])
+    for separator, is_told in (("\n\n", False), ("\n---\n", True), ("\n---\n", True)):
+        caplog.clear()
+        source = FilesSource(paths=[str(tmp_path / "*.txt")], separator=separator)
+        build(DataConfig(source=source), tmp_path)
+        told = f"{separator!r} occurs in none of 3 files; each is one document, such as {tmp_path}"
+        assert (told in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train"])

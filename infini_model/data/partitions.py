@@ -198,7 +198,8 @@ def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Grou
         columns = text_columns(file.address, metadata.schema.to_arrow_schema(), reading)
         opened.seek(file.bytes - FOOTER_ENDS)
         # A signature behind the footer: columns are encrypted, of which only reading them can tell.
-        if int.from_bytes(opened.read(4), "little") != metadata.serialized_size:
+        is_signed = int.from_bytes(opened.read(4), "little") != metadata.serialized_size
+        if is_signed and metadata.num_row_groups:
             whole = pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 12)
             for column in columns:
                 with file_errors(f"{file.address}: column {column!r}"):

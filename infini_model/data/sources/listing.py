@@ -98,7 +98,7 @@ def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None =
         check_format(path)
         # Bytes that are not UTF-8 are lone surrogates, which no listing can hold.
         shown = path if path.isprintable() else os.fsencode(path).decode(errors="backslashreplace")
-        if shown != path and source.errors != "skip":
+        if shown != path and (source.errors != "skip" or len(found) == 1):
             raise DataError(f"{shown}: the name is not UTF-8; rename it")
         if shown != path:
             log.warning("%s: left out, as the name is not UTF-8", shown)

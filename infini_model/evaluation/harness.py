@@ -16,7 +16,7 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253 - only the task lm_eval
 from lm_eval.models.utils import Collator, normalize_gen_kwargs  # noqa: TID253
 from torch.nn.utils.rnn import pad_sequence
 
-from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.data.tokenizers.tokenizer import Tokenizer, last_ids
 from infini_model.model.generate import Sampling, chunk_width, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
@@ -216,7 +216,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 if token is not None and not is_end:
                     new[row].append(token)
                 # A stop string may span several tokens.
-                end = self._text.decode(new[row][-newest:]) if until else ""
+                ids = last_ids(self._text, new[row], newest)
+                end = self._text.decode(ids) if until else ""
                 if is_end or any(stop in end for stop in until):
                     going.remove(row)
             if not going:

@@ -12,7 +12,7 @@ import torch
 from infini_model.config import Config, SampleConfig
 from infini_model.data.sources.chat import ASSISTANT, USER, ChatTemplate
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
-from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
+from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer, last_ids, prompt_ids
 from infini_model.model.generate import PREFILL_TOKENS, Sampling, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import LowPrecisionWeights, resolve_precision
@@ -25,10 +25,8 @@ from infini_model.training.launch.devices import first_device
 
 log = logging.getLogger(__name__)
 
-# Tokens that are decoded in front of new ones, since spaces may depend on them.
+# Tokens of the prompt that are decoded in front of new ones, since spaces may depend on them.
 CONTEXT = 8
-# What an incomplete UTF-8 sequence decodes to; the next token may complete it.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def run_of(model_dir: Path) -> Path | None:
@@ -127,16 +125,23 @@ def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -
     """Yield the text of `new`, which follows `before`, as soon as its characters are complete.
 
     A token is decoded together with the few before it, since spaces may depend on them, so its cost
-    does not grow with the text. An incomplete UTF-8 sequence at the end is dropped.
+    does not grow with the text. An incomplete UTF-8 sequence at the end is dropped. A run of byte
+    tokens of which not all are UTF-8 is replaced from where it was shown to, not as a whole.
     """
-    context, waiting = before[-CONTEXT:], list[int]()
-    text = ""
+    last, waiting = last_ids(tokenizer, before, CONTEXT), list[int]()
+    context, text = last, ""
+    known = tokenizer.decode(context)
     for token in new:
         waiting.append(token)
-        text = tokenizer.decode(context + waiting)[len(tokenizer.decode(context)) :]
-        if not text.endswith(REPLACEMENT):
+        text = tokenizer.decode(context + waiting)
+        if not text.startswith(known):  # a byte that is not UTF-8 has spoilt what was shown
+            text = known + tokenizer.decode(waiting)
+        text = text[len(known) :]
+        if text and not text.endswith(REPLACEMENT):
             yield text
-            context, waiting, text = (context + waiting)[-CONTEXT:], [], ""
+            # Two pieces, since a token that begins a document is no text where it comes first.
+            context, last, waiting, text = last + waiting, waiting, [], ""
+            known = tokenizer.decode(context)
     yield text.rstrip(REPLACEMENT)
 
 

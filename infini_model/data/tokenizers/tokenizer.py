@@ -23,6 +23,8 @@ from infini_model.runtime.storage import content_key
 log = logging.getLogger(__name__)
 
 Texts: TypeAlias = list[str] | pa.StringArray
+# What an incomplete UTF-8 sequence decodes to; the next token may complete it.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Ragged(NamedTuple):
@@ -192,3 +194,13 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of a prompt as a document starts: with the beginning-of-text token, if any."""
     ids: list[int] = tokenizer.encode_batch([prompt]).ids.tolist()
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def last_ids(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
+    """The last `count` ids, or up to three more where these begin inside a character.
+
+    A run of byte tokens that begins inside a character decodes to nothing but U+FFFD.
+    """
+    tails = [ids[-more:] for more in range(count, count + 4)]
+    whole = (tail for tail in tails if not tokenizer.decode(tail).startswith(REPLACEMENT))
+    return next(whole, tails[0])

@@ -1,15 +1,19 @@
 """Text in pieces of complete characters, and conversations, whose cost does not grow."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from real import real_tokenizer
 from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import SampleConfig
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.tokenizer import ByteTokenizer
+from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.tokenizer import REPLACEMENT, ByteTokenizer
 from infini_model.evaluation.prompt import Conversation, continue_prompt, decode_pieces
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
@@ -39,6 +43,52 @@ def test_a_character_is_emitted_once_complete():
 def test_invalid_utf8_is_replaced_as_in_whole_text(octets):
     pieces = "".join(decode_pieces(BYTES, [], octets))
     assert pieces == BYTES.decode(octets).rstrip("\ufffd")
+
+
+# Rare characters are bytes to Llama 2 and Gemma, common ones are tokens, and emoji are several.
+MIXED = [
+    "龘",
+    "靐齉",
+    "你好",
+    "ꙮ",
+    "𝄞",
+    "😀",
+    "🇩🇪",
+    "é",
+    "e\u0301",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    " the",
+    "12",
+]
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma3", "llama3", "qwen3"])
+def test_pieces_of_real_tokenizers_are_those_of_the_whole_and_come_at_once(name: str) -> None:
+    tokenizer = load_tokenizer(str(real_tokenizer(name)))
+    chance = random.Random(1)
+    for number in range(300):
+        text = "".join(chance.choices(MIXED, k=chance.randint(1, 14)))
+        ids = tokenizer.encode_batch([text]).ids.tolist()
+        told = chance.randint(0, len(ids)) if number % 2 else 0
+        while tokenizer.decode(ids[:told]).endswith(REPLACEMENT):
+            told -= 1
+        taken, shown = ids[:told], tokenizer.decode(ids[:told])
+        new = (taken.append(token) or token for token in ids[told:])
+        for piece in decode_pieces(tokenizer, ids[:told], new):
+            shown += piece
+            whole = tokenizer.decode(taken)
+            assert shown == whole or whole.endswith(REPLACEMENT)
+        assert shown == tokenizer.decode(ids)
+
+
+def test_a_wrong_byte_is_replaced_and_what_follows_is_shown() -> None:
+    tokenizer = load_tokenizer(str(real_tokenizer("llama2")))
+    ids = tokenizer.encode_batch(["龘靐 the"]).ids.tolist()
+    pieces = decode_pieces(tokenizer, [], [*ids[:4], ids[1], *ids[4:]])
+    assert "".join(pieces) == f"龘{REPLACEMENT * 4} the"
 
 
 BEGINS = ByteTokenizer()

@@ -8,6 +8,7 @@ atomically: the same arguments give the same bits.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -79,7 +80,13 @@ def partition(
     """
     heads = x.size(0) * kv_heads
     blocks = x.size(1) // kv_heads * triton.cdiv(x.size(2), constants["ROWS"])
+    blocks_per_program = _blocks_per_program(heads, blocks, multiprocessors)
+    columns = triton.cdiv(constants["HEAD_DIM"], constants["TILE"])
+    return blocks_per_program, (heads, triton.cdiv(blocks, blocks_per_program), columns)
 
+
+@functools.lru_cache  # asked several times in every layer of every step
+def _blocks_per_program(heads: int, blocks: int, multiprocessors: int) -> int:
     def cost(programs_per_head: int) -> int:
         waves: int = triton.cdiv(heads * programs_per_head, multiprocessors)
         longest: int = triton.cdiv(blocks, programs_per_head)
@@ -87,8 +94,7 @@ def partition(
 
     programs_per_head = min(range(1, min(blocks, multiprocessors) + 1), key=cost)
     blocks_per_program: int = triton.cdiv(blocks, programs_per_head)
-    columns = triton.cdiv(constants["HEAD_DIM"], constants["TILE"])
-    return blocks_per_program, (heads, triton.cdiv(blocks, blocks_per_program), columns)
+    return blocks_per_program
 
 
 @triton.jit

@@ -212,7 +212,7 @@ class Conversation:
         with self._weights, model.precision.autocast(device):
             for start in range(0, len(ids), PREFILL_TOKENS):
                 chunk = torch.tensor([ids[start : start + PREFILL_TOKENS]], device=device)
-                hidden, self._state = model.extend(chunk, self._state)
+                hidden, self._state = model.extend(chunk, self._state, in_place=True)
             logits: torch.Tensor = model.lm_head(hidden[:, -1])
         return logits
 

@@ -176,11 +176,16 @@ class InfiniLlama(nn.Module):
         return hidden[batch:]
 
     def extend(
-        self, input_ids: Tensor, state: State | None, reset: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        state: State | None,
+        reset: Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """Process a chunk of any length: up to the next segment border, then all segments at once.
 
-        Arguments and errors are those of `forward`.
+        Arguments and errors are those of `forward`; `in_place` is that of `advance`.
 
         Returns:
             The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
@@ -203,7 +208,7 @@ class InfiniLlama(nn.Module):
                 raise ValueError("reset: expected a state that ends on a segment border")
             if filled:
                 chunk = input_ids[:, start : start + length - filled]
-                hidden, state = self.advance(chunk, state)
+                hidden, state = self.advance(chunk, state, in_place=in_place)
             else:
                 chunk = input_ids[:, start:]
                 reset = self._with_sequence_starts(reset, state, chunk)

@@ -424,7 +424,8 @@ def ask(model: InfiniLlama, haystacks: Haystacks, rows: int) -> tuple[Tensor, Te
         asked = torch.cat((questions, answers[..., :-1].clamp(min=0)), -1).flatten(0, 1)
         _, state = read_prompts(model, bodies, torch.full((len(bodies),), bodies.size(1)))
         with model.precision.autocast(device):
-            hidden, _ = model.extend(asked.to(device), state.repeat(answers.size(1)))
+            state = state.repeat(answers.size(1))  # a copy, which nobody reads afterwards
+            hidden, _ = model.extend(asked.to(device), state, in_place=True)
             logits = model.lm_head(hidden[:, questions.size(-1) - 1 :])
         right.append(logits.argmax(-1).cpu().view_as(answers) == answers)
     counted = haystacks.answers != IGNORED

@@ -121,6 +121,20 @@ def test_an_answer_is_the_continuation_of_all_turns(tokenizer: ByteTokenizer, en
     assert len(answers) == 3
 
 
+def test_a_token_of_an_answer_copies_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = InfiniLlama(tiny_config(vocab_size=BYTES.vocab_size, segment_length=64)).eval()
+    advance, held = model.advance, set()
+
+    def seen(*arguments, **options):
+        hidden, after = advance(*arguments, **options)
+        held.add(after.layers[0].keys.data_ptr())
+        return hidden, after
+
+    monkeypatch.setattr(model, "advance", seen)
+    list(Conversation(model, BYTES, "{role}{content}", SAMPLING).reply("hello"))
+    assert len(held) == 1
+
+
 def test_a_diffusion_model_is_refused_in_one_line() -> None:
     model = InfiniLlama(tiny_config(bidirectional=True, mask_token_id=0))
     with pytest.raises(UserError, match="chat needs a causal model"):

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.text import string_buffers
@@ -37,6 +40,21 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Patterns that split text into words, with the longest run of digits in a word; 0 for GPT-2, where
+# a run may be of any length. Qwen's pattern is that of Llama 3 with single digits.
+DIGITS = {GPT2_PATTERN: 0, LLAMA3_PATTERN: 3, LLAMA3_PATTERN.replace("{1,3}", ""): 1}
+# `tokenizers` needs about a hundred bytes of memory for each byte of what it is given at once, so a
+# long text is cut into parts of about so many characters.
+PART = 1 << 20
+# All `DIGITS` cut a text before a space, whatever follows; Llama 3's also after the end of a line.
+BEFORE_SPACE = re.compile(r"(?<=\S)(?= )")
+BETWEEN_WORDS = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
+# The trainer looks through a long word for each token that it learns.
+LONGEST_WORD = 1 << 12
+# A character that Arrow's version of Unicode does not know. The newest letters are letters to
+# `gigatoken` and not yet to `tokenizers`; their UTF-8 begins with one of these bytes.
+UNKNOWN, UNKNOWN_START = r"[^\pC\pL\pM\pN\pP\pS\pZ]", (0xE0, 0xE1, 0xEA, 0xF0)
 # `tokenizers` is slow, so of a long text only both ends are compared, each of END_BYTES. END_MARGIN
 # tokens next to the cut are ignored, since the missing text could change them.
 END_BYTES, END_MARGIN = 1 << 12, 32
@@ -185,13 +203,50 @@ class BPETokenizer:
         array = as_array(texts)
         if not len(array):
             return Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
-        if self._fast is not None:
-            return _encode_fast(self._fast, array, parallel=self.parallel)
-        encodings = self._reference.encode_batch_fast(array.to_pylist(), add_special_tokens=False)
-        rows = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return Ragged(np.concatenate(rows), offsets)
+        fast = self._fast
+        exactly = np.ones(len(array), bool) if fast is None else _with_unknown(array)
+        borders = [0, *np.flatnonzero(np.diff(exactly)) + 1, len(array)]
+        parts = [
+            self._encode_exactly(array[start:end])
+            if exactly[start]
+            else _encode_fast(fast, array[start:end], parallel=self.parallel)
+            for start, end in itertools.pairwise(borders)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        lengths = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
+        return Ragged(np.concatenate([part.ids for part in parts]), np.cumsum(lengths))
+
+    def _encode_exactly(self, texts: pa.StringArray) -> Ragged:
+        """Encode with `tokenizers`, in parts where these have the ids of the whole text."""
+        documents = [
+            list(cut(text, BEFORE_SPACE)) if len(text) > PART and self._may_be_cut else [text]
+            for text in texts.to_pylist()
+        ]
+        rows, parts = [], list(itertools.chain.from_iterable(documents))
+        sized = zip(itertools.accumulate(map(len, parts)), parts, strict=True)
+        for _, some in itertools.groupby(sized, key=lambda each: each[0] // PART):
+            encodings = self._reference.encode_batch_fast(
+                [part for _, part in some], add_special_tokens=False
+            )
+            rows += [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        ends = np.cumsum([0, *map(len, rows)])
+        return Ragged(np.concatenate(rows), ends[np.cumsum([0, *map(len, documents)])])
+
+    @cached_property
+    def _may_be_cut(self) -> bool:
+        """Whether a text has the ids of its parts, if it is cut as `BEFORE_SPACE` finds places."""
+        tree = json.loads(self.definition())
+        steps = tree["pre_tokenizer"] or {}
+        # What the first step cuts, the others only cut further.
+        first, pattern = (steps.get("pretokenizers") or [steps])[0], None
+        if first.get("use_regex"):
+            pattern = GPT2_PATTERN
+        elif first.get("behavior") == "Isolated" and not first.get("invert"):
+            pattern = first.get("pattern", {}).get("Regex")
+        across = [t for t in tree["added_tokens"] if t["rstrip"] or re.search(r"\S ", t["content"])]
+        # To NFC a space is never part of another character.
+        return pattern in DIGITS and tree["normalizer"] in (None, {"type": "NFC"}) and not across
 
     def decode(self, ids: Any) -> str:
         """The text of ids, special tokens spelt out but those that begin and end a document."""
@@ -212,13 +267,10 @@ class BPETokenizer:
                 return True
         return np.array_equal(ids, self._expected(text))
 
-    def _expected(self, text: memoryview | bytes) -> list[int]:
+    def _expected(self, text: memoryview | bytes) -> np.ndarray:
         # There may be half a character at the cut, and nowhere else.
         decoded = str(text, "utf-8", "ignore")
-        # A batch of one, since only batches release Python's lock.
-        (encoding,) = self._reference.encode_batch_fast([decoded], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return self._encode_exactly(as_array([decoded])).ids
 
     def reference(self) -> BPETokenizer:
         """The same file, encoded by `tokenizers` alone."""
@@ -259,6 +311,25 @@ def checked_gigatoken(tokenizer: BPETokenizer) -> Any:
     return None
 
 
+def _with_unknown(texts: pa.StringArray) -> np.ndarray:
+    """Which texts hold a character that is `UNKNOWN`, bool [N]."""
+    offsets, data = string_buffers(texts)
+    octets = data[offsets[0] : offsets[-1]].tobytes()
+    if not any(byte in octets for byte in UNKNOWN_START):  # fifty times as fast as the pattern
+        return np.zeros(len(texts), bool)
+    found: np.ndarray = pc.match_substring_regex(texts, UNKNOWN).to_numpy(zero_copy_only=False)
+    return found
+
+
+def cut(text: str, places: re.Pattern[str]) -> Iterator[str]:
+    """`text` in parts of at least `PART` characters, but the last, each up to the next place."""
+    start = 0
+    while found := places.search(text, start + PART):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
 def _encode_fast(fast: Any, texts: pa.StringArray, *, parallel: bool | None) -> Ragged:
     """Encode with `gigatoken`, which reads Arrow's buffers through an awkward array."""
     import awkward as ak  # type: ignore[import-untyped]
@@ -283,7 +354,8 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
     """Train a byte-level BPE with the Llama-3 pattern and `<|end_of_text|>` on batches of texts.
 
     The result depends on the documents as a multiset and on `vocab_size`. A small corpus may give
-    fewer entries. Raises `DataError` if `vocab_size` is too small for the bytes.
+    fewer entries. Words of more than `LONGEST_WORD` characters are cut, with a warning. Raises
+    `DataError` if `vocab_size` is too small for the bytes.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Reference
@@ -291,12 +363,9 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
     if vocab_size < BYTES + 1:
         raise DataError(f"data.tokenizer.vocab_size: got {vocab_size}: takes {BYTES + 1} or more")
     model = Reference(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -304,5 +373,29 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    model.train_from_iterator((as_array(batch).to_pylist() for batch in documents), trainer)
+    texts = (text for batch in documents for text in as_array(batch).to_pylist())
+    model.train_from_iterator(training_parts(texts, split), trainer)
     return BPETokenizer("train", model.to_str(pretty=True), make_fast=checked_gigatoken)
+
+
+def training_parts(texts: Iterable[str], split: Any) -> Iterator[str]:
+    """`texts` in parts of bounded size, from which the same is learnt but for words that are long.
+
+    `split` cuts a text into words. Where no word ends within `PART` characters, a part just ends.
+    """
+    longest = 0
+    for part in itertools.chain.from_iterable(cut(text, BETWEEN_WORDS) for text in texts):
+        for first in range(0, len(part), 2 * PART):
+            some, start = part[first : first + 2 * PART], 0
+            stretches = [each for each in some.split() if len(each) > LONGEST_WORD]
+            words = [word for each in stretches for word, _ in split.pre_tokenize_str(each)]
+            for word in (each for each in words if len(each) > LONGEST_WORD):
+                longest = max(longest, len(word))
+                before, start = start, some.index(word, start) + len(word)
+                yield some[before : start - len(word)]
+                for at in range(0, len(word), LONGEST_WORD):
+                    yield word[at : at + LONGEST_WORD]
+            yield some[start:]
+    if longest:
+        told = "tokenizer: the source has a word of %d characters; trained on parts of at most %d"
+        log.warning(told, longest, LONGEST_WORD)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from infini_model.config import DataConfig
 from infini_model.data.sources.files import FileRange
@@ -234,13 +235,16 @@ def _train(
 
 
 def _sample(places: Sequence[Sequence[FileRange]], reading: Reading) -> Iterator[pa.StringArray]:
-    """The documents, or about `SAMPLE_BYTES` of them: the first of `SAMPLE_PLACES` partitions."""
+    """The documents, or about `SAMPLE_BYTES` of them: the first of `SAMPLE_PLACES` partitions.
+
+    Of a document that is longer than the share of its partition, only the beginning.
+    """
     chosen = places[:: max(1, len(places) // SAMPLE_PLACES)]
     share = SAMPLE_BYTES // len(chosen)
     for place in chosen:
         left = share
         for batch in read_documents(place, reading, whole=False):
-            yield batch.texts
+            yield pc.utf8_slice_codeunits(batch.texts, 0, share)
             left -= batch.texts.nbytes
             if left <= 0:
                 break

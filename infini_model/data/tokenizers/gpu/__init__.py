@@ -16,14 +16,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from infini_model.data.tokenizers.bpe import LLAMA3_PATTERN, BPETokenizer
+from infini_model.data.tokenizers.bpe import DIGITS, GPT2_PATTERN, BPETokenizer
 from infini_model.data.tokenizers.tokenizer import Texts, Tokenizer
 from infini_model.runtime.errors import DataError
 
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns that split text into words, with the longest run of digits in a word; 0 for GPT-2, where
-# a run may be of any length. Qwen's pattern is that of Llama 3 with single digits.
-DIGITS = {GPT2_PATTERN: 0, LLAMA3_PATTERN: 3, LLAMA3_PATTERN.replace("{1,3}", ""): 1}
 # The kernels keep the rank of a merge in 23 bits.
 MAX_MERGES = (1 << 23) - 1
 

@@ -14,11 +14,24 @@ from corpora import PIECES, build, files_config, make_texts, write_files, write_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import BOS, with_bos
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Reference
 
 from infini_model.data import build as builds
-from infini_model.data.tokenizers.bpe import END_BYTES, BPETokenizer, train_tokenizer
-from infini_model.data.tokenizers.gpu import UnsupportedTokenizerError, check_supported
+from infini_model.data.tokenizers import bpe
+from infini_model.data.tokenizers import trained as trained_tokenizers
+from infini_model.data.tokenizers.bpe import (
+    BYTES,
+    END_BYTES,
+    BPETokenizer,
+    checked_gigatoken,
+    train_tokenizer,
+)
+from infini_model.data.tokenizers.gpu import (
+    UnsupportedTokenizerError,
+    byte_of_character,
+    check_supported,
+)
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, prompt_ids
 from infini_model.runtime.errors import DataError, DeviceError
@@ -64,6 +77,69 @@ def test_ids_are_those_of_tokenizers(trained, texts):
         assert trained.decode([*row, trained.eos_token_id]) == text
 
 
+def changed(tokenizer, **parts):
+    """The same tokenizer with other parts of its tokenizer.json, without gigatoken."""
+    return BPETokenizer("x", json.dumps(json.loads(tokenizer.definition()) | parts))
+
+
+@pytest.fixture(scope="module")
+def cut_or_whole(trained):
+    """Tokenizers by whether a long text is encoded in parts: those whose words end at spaces."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    (end,) = json.loads(trained.definition())["added_tokens"]
+    spaced = end | {"id": 400, "content": "e t"}
+    return {
+        True: [
+            trained.reference(),
+            changed(trained, pre_tokenizer=level | {"use_regex": True}),
+            changed(trained, normalizer={"type": "NFC"}),
+        ],
+        False: [
+            changed(trained, pre_tokenizer=level | {"use_regex": False}),
+            changed(trained, normalizer={"type": "Prepend", "prepend": "e"}),
+            changed(trained, added_tokens=[end, spaced]),
+            changed(trained, added_tokens=[end | {"rstrip": True}]),
+        ],
+    }
+
+
+@settings(max_examples=100)
+@given(st.lists(adversarial | st.just("the e t <|end_of_text|>  the\u0301 "), max_size=5))
+def test_a_long_text_in_parts_has_the_ids_of_the_whole(cut_or_whole, texts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "PART", 3)
+        for may_be_cut, tokenizers in cut_or_whole.items():
+            for tokenizer in tokenizers:
+                reference = Reference.from_str(tokenizer.text)
+                expected = [reference.encode(text, add_special_tokens=False).ids for text in texts]
+                ids, offsets = tokenizer.encode_batch(texts)
+                rows = np.split(ids, offsets[1:])[: len(texts)]
+                assert [row.tolist() for row in rows] == expected
+                assert tokenizer._may_be_cut == may_be_cut
+
+
+# The first and the last of the letters of Unicode 17 in some blocks of each of its planes.
+NEWEST = [0x88F, 0xC5C, 0xCDC, 0xA7CE, 0xA7F1, 0x10940, 0x10959, 0x11DB0, 0x11DE9, 0x16EA0]
+NEWEST += [0x16FF6, 0x187FF, 0x18D1E, 0x18DF2, 0x1E6C0, 0x1E6FF, 0x2B73F, 0x2CEAD, 0x323B0, 0x33479]
+
+
+def test_letters_that_gigatoken_alone_knows_are_left_to_tokenizers(trained):
+    """In a tokenizer that shows where words end: what is no letter merges with the next sign."""
+    pytest.importorskip("gigatoken")
+    tree = json.loads(trained.definition())
+    vocabulary = {name: row for name, row in tree["model"]["vocab"].items() if row <= BYTES}
+    last = [name for name, byte in byte_of_character().items() if 0x80 <= byte < 0xC0]
+    vocabulary |= {f"{name}<": BYTES + 1 + number for number, name in enumerate(last)}
+    tree["model"] |= {"vocab": vocabulary, "merges": [[name, "<"] for name in last]}
+    tokenizer = BPETokenizer("x", json.dumps(tree), make_fast=checked_gigatoken)
+    texts = ["é<", *(f"{chr(letter)}<s" for letter in NEWEST), "", "…<", "😀< é<"]
+    for some in (texts, texts[::-1], texts[-1:], texts[1:2]):
+        ids, expected = tokenizer.encode_batch(some), tokenizer.reference().encode_batch(some)
+        assert ids.ids.tolist() == expected.ids.tolist()
+        assert ids.offsets.tolist() == expected.offsets.tolist()
+    assert tokenizer._fast is not None
+
+
 @pytest.fixture(scope="module")
 def with_beginning(trained):
     """A tokenizer that begins every text with a token, and its definition."""
@@ -104,6 +180,34 @@ def test_training_depends_only_on_the_documents(trained):
     assert train_tokenizer([TEXTS], 300).fingerprint != trained.fingerprint
     with pytest.raises(DataError, match="vocab_size: got 200: takes 257 or more"):
         train_tokenizer([TEXTS], 200)
+
+
+def test_a_long_document_is_learnt_in_parts(trained, monkeypatch, caplog):
+    monkeypatch.setattr(bpe, "PART", 40)
+    texts = ["".join(TEXTS)]
+    whole = train_tokenizer([texts], 400).fingerprint
+    split = pre_tokenizers.Split(Regex(bpe.LLAMA3_PATTERN), "isolated")
+    parts = list(bpe.training_parts(texts, split))
+    assert "".join(parts) == texts[0]
+    assert max(map(len, parts)) <= 2 * 40
+    monkeypatch.setattr(bpe, "PART", 1 << 20)
+    assert train_tokenizer([texts], 400).fingerprint == whole
+    assert not caplog.messages
+    word = "Abcd" * bpe.LONGEST_WORD
+    texts = [f"the {word}, {word}\n", "end"]
+    parts = list(bpe.training_parts(texts, split))
+    assert "".join(parts) == "".join(texts)
+    assert max(map(len, parts)) == bpe.LONGEST_WORD
+    (told,) = caplog.messages
+    assert f"a word of {len(word)} characters" in told
+
+
+def test_of_a_long_document_the_sample_is_the_beginning(tmp_path, trained_by, monkeypatch):
+    monkeypatch.setattr(trained_tokenizers, "SAMPLE_BYTES", 1000)
+    beginning = "the stone under the river " * 40
+    (tmp_path / "raw" / "short.txt").write_text(beginning[:1000])
+    (tmp_path / "raw" / "long.txt").write_text(beginning + "zyx " * 5000)
+    assert trained_by("short", "short.txt") == trained_by("long", "long.txt")
 
 
 def test_neither_path_nor_truncation_nor_padding_is_part_of_it(tokenizer_file, tmp_path, trained):

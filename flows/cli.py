@@ -7,6 +7,7 @@ imported only by the commands that need them, after the configuration has been c
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -457,6 +458,9 @@ def _interrupt(_signal: int, _frame: object) -> None:
 
 def main() -> None:
     """Run the command line; every expected error is reported in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal need not know every letter
+            stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)

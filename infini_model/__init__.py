@@ -4,7 +4,8 @@ Settings that libraries beneath read when they are first imported are made here,
 environment has them already: nothing phones home; the threads of torch's operators sleep while they
 wait for each other, since spinning, which is the default, makes a training several times slower as
 soon as another process wants the same cores; and torch asks Linux for large pages, since attention
-over 16K tokens on a CPU spends a tenth of its time on having small ones mapped.
+over 16K tokens on a CPU spends a tenth of its time on having small ones mapped. Where there is a
+proxy, no request to this machine goes through it, here and in all children.
 
 What users import is `__all__`. Each name is loaded when it is first asked for, so that importing
 the package costs no torch.
@@ -59,6 +60,12 @@ for _variable, _value in {
     "THP_MEM_ALLOC_ENABLE": "1",
 }.items():
     os.environ.setdefault(_variable, _value)
+if not {"http_proxy", "https_proxy", "all_proxy"}.isdisjoint(map(str.lower, os.environ)):
+    _direct = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).split(",")
+    if "*" not in _direct:
+        _direct += [host for host in ("localhost", "127.0.0.1", "::1") if host not in _direct]
+        # Who reads both names takes the first.
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, _direct))
 
 if not TYPE_CHECKING:  # a type checker would take every name to be there
 

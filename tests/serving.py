@@ -27,6 +27,7 @@ from ports import free_port
 
 from flows.serving.servers import HOST, start_prefect
 from infini_model.config import load_config
+from infini_model.runtime import processes
 from infini_model.runtime.processes import end_tree
 
 PREFECT, MLFLOW = "flows.serving.guard:prefect_app", "flows.serving.guard:mlflow_app"
@@ -144,7 +145,7 @@ class Serving(Server):
                 home = process.environ().get("PREFECT_HOME", "")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            is_guard = "infini_model.runtime.processes" in words
+            is_guard = processes.__file__ in words
             if home == str(self.output / "prefect") and word in words and not is_guard:
                 found.append(process)
         return alive(found)

@@ -15,9 +15,10 @@ from infini_model.training.callbacks import Callback, Evaluation, Step
 # Python reads a sitecustomize.py at its start: what follows this is run by ranks alone.
 IN_A_RANK = """
 import sys
-if "infini_model.training" in sys.orig_argv and not {{
-    "infini_model.runtime.processes", "infini_model.training.launch.torchrun"
-}} & set(sys.orig_argv):"""
+if "infini_model.training" in sys.orig_argv and not any(
+    word.endswith(("runtime/processes.py", "infini_model.training.launch.torchrun"))
+    for word in sys.orig_argv
+):"""
 # A rank that has logged a step writes a file and stops itself; the file keeps it from stopping
 # again when the step is repeated.
 _SITE = (

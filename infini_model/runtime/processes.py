@@ -4,6 +4,7 @@
 exits, times out, or the caller is interrupted. `bound` makes a command die with its parent, even if
 the parent is killed by SIGKILL (PR_SET_PDEATHSIG on Linux; no effect elsewhere). To the kernel the
 parent is the thread that started the command, so that thread must outlive it; `run` blocks in it.
+Either settles the environment of the command, see `main`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -28,6 +30,10 @@ POLL_SECONDS = 0.1
 # How much to read after the command has exited. No pipe holds more, so whatever follows is from a
 # grandchild, which may keep the other end open and write to it indefinitely.
 PIPE_BYTES = 1 << 20
+# What another launcher has told this process: who obeyed it would wait for ranks that never come.
+OF_LAUNCHERS = re.compile(
+    r"((GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME)$|(MASTER|PET|TORCHELASTIC)_"
+)
 
 
 class ProcessTimeoutError(TimeoutError):
@@ -63,7 +69,8 @@ def die_with_parent(parent: int) -> None:
 
 def bound(command: Sequence[str]) -> list[str]:
     """`command`, wrapped so that it dies with this process."""
-    return [sys.executable, "-m", "infini_model.runtime.processes", str(os.getpid()), *command]
+    # As a file, which has to be found on no path.
+    return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 
 def end_tree(
@@ -253,8 +260,22 @@ def run(
 
 
 def main() -> None:
-    """`python -m infini_model.runtime.processes PARENT COMMAND …`: exec a bound COMMAND."""
+    """`python processes.py PARENT COMMAND …`: exec a bound COMMAND.
+
+    It and its children import this package and nothing from the working directory, are no ranks of
+    another launcher, and print what `run` reads.
+    """
     die_with_parent(int(sys.argv[1]))
+    for name in filter(OF_LAUNCHERS.match, list(os.environ)):
+        del os.environ[name]
+    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if (root := str(Path(__file__).resolve().parents[2])) not in sys.path:
+        path.append(root)
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
+    }
     os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is a list, there is no shell
 
 

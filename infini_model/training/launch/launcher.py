@@ -208,9 +208,6 @@ def _run(
     with atomic_file(settings) as temporary:
         temporary.write_text(dump_config(job.config), encoding="utf-8")
     failure.unlink(missing_ok=True)
-    # A child imports this package, whatever its working directory is.
-    path = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), ERROR_FILE: str(failure)}
     arguments = ["--config", settings, "--dataset", job.dataset_dir, "--run-dir", job.run_dir]
     oom_kills = processes.oom_kills()
     with contextlib.ExitStack() as stack:
@@ -238,7 +235,7 @@ def _run(
                 grace_seconds=grace_seconds,
                 watch=watch,
                 stop=job.stop,
-                env={**own, **environment},
+                env={ERROR_FILE: str(failure), **environment},
             )
         except processes.ProcessTimeoutError as error:
             message = f"not finished after {job.timeout_seconds:g} s"

@@ -56,6 +56,27 @@ def test_lines_arrive_whole_in_order_and_all_of_them() -> None:
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
+def test_a_child_is_apart_from_its_working_directory_other_launchers_and_the_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("random", "selectors", "infini_model"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    foreign = {"RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PET_NNODES", "TORCHELASTIC_RUN_ID"}
+    for name in (*foreign, "PREFER_RANK"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    code = "import os, random, infini_model.runtime; print('漢', *sorted(os.environ))"
+    lines: list[str] = []
+    # Also what it starts itself, as torchrun does its ranks.
+    nested = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}]))"
+    assert run(python(nested), on_line=lines.append) == 0, lines
+    character, *names = lines[0].split()
+    assert character == "漢"
+    assert "PREFER_RANK" in names
+    assert foreign.isdisjoint(names)
+
+
 def test_a_command_ends_at_its_deadline() -> None:
     sleeper = python("import signal; signal.pause()")
     with pytest.raises(ProcessTimeoutError, match=r"^timed out after 0\.1 s: "):

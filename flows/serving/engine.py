@@ -1,7 +1,7 @@
-"""The engine of one flow run, as the work pool of `infini serve` starts it.
+"""The engine of one flow run, as the work pools of the project start it.
 
 `python -m flows.serving.engine` starts Prefect's engine in its own session and waits for it. This
-process between the worker and the engine makes sure that
+process between the worker of `infini serve` and the engine makes sure that
 
 - a training survives a worker that dies, or that kills its children after its fixed 30 seconds;
 - the engine does not hold the worker's pipes, which would keep a dead run Running;
@@ -12,6 +12,9 @@ The engine inherits a locked file named after its flow run, in which its process
 kernel releases the lock when the engine ends for any reason. `flows.serving.reconcile` removes the
 file once the flow run has its final state. A flow run of a command in a terminal locks a file
 without a process id: `infini serve` records its end, but does not stop it.
+
+Any other worker kills its child as soon as it ends itself. This process is then two: the worker's
+child, and one that outlives it and has the engine save a checkpoint and report its end.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ from pathlib import Path
 
 import psutil
 
-from infini_model.runtime.processes import wait_until
+from infini_model.runtime.processes import STOPS, wait_until
 from infini_model.runtime.storage import is_locked, take_lock
 
 # Environment variable of workers and commands: the folder of the lock files and logs.
 ENGINES = "INFINI_ENGINES"
-ENGINE_COMMAND = [sys.executable, "-m", "prefect.engine"]
+ENGINE_COMMAND = [sys.executable, "-P", "-m", "prefect.engine"]
 POLL_SECONDS = 0.5
-# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. An engine without
-# children has nothing to save, and only waits for a server that is gone.
+# From the end of `infini serve`, or of a worker, to SIGKILL: a checkpoint takes up to a minute. An
+# engine without children has nothing to save, and only waits for a server that is gone.
 GRACE_SECONDS = 75.0
 CHILDLESS_SECONDS = 5.0
 
@@ -91,13 +94,31 @@ def _serve_is_gone() -> bool:
 
 def main() -> int:
     """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
-    if ENGINES not in os.environ:
-        # A worker outside `infini serve` manages its engines itself.
-        os.execv(sys.executable, ENGINE_COMMAND)  # noqa: S606 - there is no shell
-    lock = lock_of(Path(os.environ[ENGINES]), os.environ["PREFECT__FLOW_RUN_ID"])
     stops: list[int] = []
+    for number in STOPS:
+        signal.signal(number, lambda number, _frame: stops.append(number))
+    status = _run_for_serve(stops) if ENGINES in os.environ else _run_for_worker(stops)
+    return status if status >= 0 else 128 - status
+
+
+def _run_for_worker(stops: list[int]) -> int:
+    """Run the engine below a second process, in its own session; returns its exit status."""
+    own = os.getpid()
+    if (child := os.fork()) == 0:
+        os.setsid()
+        engine = subprocess.Popen(ENGINE_COMMAND, stdin=subprocess.DEVNULL)
+        return _wait(engine, stops, is_gone=lambda: os.getppid() != own)
+    for number in STOPS:
+        signal.signal(number, lambda _number, _frame: os.kill(child, signal.SIGTERM))
+    if stops:
+        os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _run_for_serve(stops: list[int]) -> int:
+    """Run the engine once that of before has ended, and log to a file; returns its exit status."""
+    lock = lock_of(Path(os.environ[ENGINES]), os.environ["PREFECT__FLOW_RUN_ID"])
     taken: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
 
     def is_taken() -> bool:
         # Opened anew each time: the file of an engine that has ended is removed.
@@ -109,8 +130,7 @@ def main() -> int:
     wait_until(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
     if not taken:
         return 128 + signal.SIGTERM
-    status = _wait(_start(lock, taken[0]), stops)
-    return status if status >= 0 else 128 - status
+    return _wait(_start(lock, taken[0]), stops, is_gone=_serve_is_gone)
 
 
 def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
@@ -128,8 +148,10 @@ def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:
-    """Wait for the engine, forward SIGTERM, and end it when `infini serve` is gone."""
+def _wait(
+    process: subprocess.Popen[bytes], stops: list[int], *, is_gone: Callable[[], bool]
+) -> int:
+    """Wait for the engine, forward SIGTERM, and end it when what started it is gone."""
 
     def wait_for_end(unless: Callable[[], bool], timeout_seconds: float = math.inf) -> None:
         wait_until(
@@ -138,9 +160,9 @@ def _wait(process: subprocess.Popen[bytes], stops: list[int]) -> int:
             timeout_seconds=timeout_seconds,
         )
 
-    wait_for_end(unless=lambda: bool(stops) or _serve_is_gone())
+    wait_for_end(unless=lambda: bool(stops) or is_gone())
     process.terminate()
-    wait_for_end(unless=_serve_is_gone)
+    wait_for_end(unless=is_gone)
     wait_for_end(lambda: not psutil.Process(process.pid).children(), GRACE_SECONDS)
     wait_for_end(lambda: False, CHILDLESS_SECONDS)
     process.kill()

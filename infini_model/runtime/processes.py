@@ -31,8 +31,10 @@ POLL_SECONDS = 0.1
 # grandchild, which may keep the other end open and write to it indefinitely.
 PIPE_BYTES = 1 << 20
 # What another launcher has told this process: who obeyed it would wait for ranks that never come.
+# Where to report an error, ours says itself.
 OF_LAUNCHERS = re.compile(
-    r"((GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME)$|(MASTER|PET|TORCHELASTIC)_"
+    r"((GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"
+    r"|(MASTER|PET|TORCHELASTIC)_(?!ERROR_FILE$)"
 )
 
 

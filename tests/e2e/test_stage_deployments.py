@@ -1,6 +1,8 @@
 """A pipeline whose stages run as flow runs of deployments in other work pools."""
 
+import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,22 +18,28 @@ from serving import ENGINE, Serving, prefect_server
 from stopping import Halt
 from trials import Make, shards
 
-from flows.serving.deploy import PROJECT, deploy, job_template
+from flows.serving.deploy import PROJECT, deploy
 from infini_model.training.run_status import saved_step
 
 pytestmark = pytest.mark.story
+TEMPLATE = PROJECT / "deployments" / "work-pools" / "process.json"
 POOLS = {"cpu": ("pipeline", "preprocess"), "gpu": ("train", "evaluate")}
 
 
 def move_to_pools(url: str) -> None:
-    """What `prefect deploy --name NAME --pool POOL` does for each deployment."""
+    """What `prefect deploy --name NAME --pool POOL -jv working_dir=…` does for each deployment."""
     deploy(url)
+    template = json.loads(TEMPLATE.read_text())
     with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
         for pool, names in POOLS.items():
-            made = WorkPoolCreate(name=pool, type="process", base_job_template=job_template())
+            made = WorkPoolCreate(name=pool, type="process", base_job_template=template)
             client.create_work_pool(made)
             for name in names:
-                moved = DeploymentUpdate(work_pool_name=pool, work_queue_name="default")
+                moved = DeploymentUpdate(
+                    work_pool_name=pool,
+                    work_queue_name="default",
+                    job_variables={"working_dir": str(PROJECT)},
+                )
                 found = client.read_deployment_by_name(f"{name}/{name}")
                 client.update_deployment(found.id, moved)
 
@@ -61,6 +69,7 @@ def pools(
     output, started = with_tables(tmp_path / "output"), list[Running]()
     paths = os.pathsep.join([halt.environment["PYTHONPATH"], str(PROJECT)])
     home = {"PREFECT_HOME": str(output / "prefect"), "PYTHONPATH": paths}
+    home["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with prefect_server(output) as url:
         move_to_pools(url)
         env = {**alone, **home, "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
@@ -111,3 +120,16 @@ def test_stages_in_other_pools_end_with_the_whole_and_with_a_retry_give_the_same
     assert "training" in pools.artifacts(training)
     assert pools.artifacts(preprocess["id"]).keys() >= {"dataset", "shard-progress"}
     assert "report" in pools.artifacts(whole)
+
+
+def test_a_training_saves_and_reports_its_end_when_its_worker_is_told_to_end(
+    pools: Pools, halt: Halt, pipeline: Make
+) -> None:
+    flow_run = pools.create("pipeline", checked=False, preset=None, advanced=pipeline(pools.output))
+    halt.wait()
+    pools.running.process.send_signal(signal.SIGTERM)
+    assert pools.running.wait() == 0
+    halt.resume_told()
+    pools.wait_for_state(flow_run, "Crashed")
+    pools.wait_for_end_of(ENGINE)
+    assert 50 <= (saved_step(pools.output / "runs" / "run-1") or 0) < 120

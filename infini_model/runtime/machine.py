@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# The control group (version 2) of a container, such as a Kubernetes pod with a memory limit.
-CGROUP = Path("/sys/fs/cgroup")
+# The control groups of a container, a service or a batch job, and those of this process.
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Number of cores this process may be scheduled on.
+    """Number of cores this process may be scheduled on, or of those that its quota is worth.
 
-    Fewer than the machine has under `taskset`, a cpuset or a batch scheduler; where the platform
-    has no affinity (macOS), all of them.
+    Fewer than the machine has under `taskset`, a cpuset, a batch scheduler or a container's limit;
+    where the platform has no affinity (macOS), all of them.
     """
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    for group in _cgroups("cpu"):
+        quota, period = _read(group, "cpu.max", "max max").split()
+        quota = _read(group, "cpu.cfs_quota_us", quota)
+        if quota not in ("max", "-1"):
+            cores = min(
+                cores, math.ceil(int(quota) / int(_read(group, "cpu.cfs_period_us", period)))
+            )
+    return max(1, cores)
 
 
 def available_memory() -> int:
@@ -29,18 +39,34 @@ def available_memory() -> int:
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    left = _left_in_container()
-    return available if left is None else max(0, min(available, left))
+    for group in _cgroups("memory"):
+        limit = _read(group, "memory.max", _read(group, "memory.limit_in_bytes", "max"))
+        used = _read(group, "memory.current", _read(group, "memory.usage_in_bytes", "0"))
+        statistics = dict(line.split() for line in _read(group, "memory.stat", "").splitlines())
+        # Those of version 1 are of the group alone, with its total beside.
+        cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+        if limit != "max":
+            available = min(available, int(limit) - int(used) + int(cached))
+    return max(0, available)
 
 
-def _left_in_container() -> int | None:
-    """Bytes below the limit of the container; None if there is no limit."""
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
-        return None
-    statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    cached = int(statistics.get("inactive_file", 0))
-    return int(limit.read_text()) - int(used.read_text()) + cached
+def _cgroups(controller: str) -> Iterator[Path]:
+    """The folders of the control groups, of version 1 or 2, that limit this process."""
+    for line in _read(OWN_CGROUPS.parent, OWN_CGROUPS.name, "").splitlines():
+        _, controllers, own = line.split(":", 2)
+        # Version 2 has one hierarchy, which is not named; version 1 has one for each controller.
+        if controller in controllers.split(",") or not controllers:
+            root = CGROUPS / controller if controllers else CGROUPS
+            group = root / own.lstrip("/")
+            # In a container the root is its own group, whatever the name on the machine.
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(root))
+
+
+def _read(folder: Path, name: str, otherwise: str) -> str:
+    try:
+        return (folder / name).read_text(encoding="utf-8").strip()
+    except OSError:
+        return otherwise
 
 
 class Lack(NamedTuple):

@@ -8,9 +8,7 @@ import pytest
 from benchmarks.memory_estimate import TOLERANCE, configured, peak_of_step
 from flows.presets import configure
 from infini_model.config import Config, LoraConfig, load_config
-from infini_model.runtime import machine as this_machine
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.machine import available_memory
 from infini_model.training.memory_estimate import (
     GIB,
     KEPT,
@@ -115,16 +113,3 @@ def test_a_shape_that_only_weights_or_a_tokenizer_know_is_not_guessed() -> None:
     assert known("shakespeare").model.vocab_size == 256
     assert known("quickstart", "data.tokenizer.vocab_size=5000").model.vocab_size == 5000
     assert known("diffusion-quickstart").model.vocab_size == 257
-
-
-def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch) -> None:
-    free = available_memory()
-    assert free > 0
-    monkeypatch.setattr(this_machine, "CGROUP", tmp_path)
-    (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 150000\n")
-    for limit, left in (("1000000\n", 450_000), ("100\n", 0)):
-        (tmp_path / "memory.max").write_text(limit)
-        assert available_memory() == left
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory() > 1_000_000

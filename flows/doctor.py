@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -199,7 +199,7 @@ def _server(subject: str, url: str, auth_string: str | None, variables: str) -> 
     if status == HTTPStatus.UNAUTHORIZED:
         return Finding(subject, f"{url} answers 401: it requires a password", f"set {variables}")
     if status != HTTPStatus.OK:
-        return Finding(subject, f"{url} answers {status}", "check the server's log")
+        return Finding(subject, f"{url} answers {status}", "check its address and its log")
     return Finding(subject, f"{url} answers")
 
 
@@ -214,6 +214,15 @@ def _prefect(config: Config, access: Access) -> Finding:
 
 
 def _mlflow(config: Config, access: Access) -> Finding:
+    found = _tracking(config, access)
+    is_chosen = config.tracking.tracking_uri is not None or "MLFLOW_TRACKING_URI" not in os.environ
+    source = "" if is_chosen else " (MLFLOW_TRACKING_URI)"
+    experiment = f"; experiment {config.tracking.experiment_name}"
+    return replace(found, found=f"{found.found}{source}{experiment}")
+
+
+def _tracking(config: Config, access: Access) -> Finding:
+    """Where runs are recorded, and whether it answers."""
     if not config.tracking_uri.startswith("http"):
         return Finding("MLflow", config.tracking_uri)
     known = {**os.environ, **access.mlflow_client(config.tracking_uri)}
@@ -225,8 +234,9 @@ def _mlflow(config: Config, access: Access) -> Finding:
 
 
 def _servers(config: Config) -> Iterator[Finding]:
-    yield _port(4200, "--port")
-    yield _port(5000, "--mlflow-port")
+    if served_url(config) is None:  # otherwise they are in use by that infini serve
+        yield _port(4200, "--port")
+        yield _port(5000, "--mlflow-port")
     try:
         access = stored_access(prefect_dir(config))
     except UserError as error:

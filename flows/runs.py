@@ -258,7 +258,8 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
         refresh_run(run_dir, store, logs=True)
         # Checked before reading, so that whatever is written before the end is printed.
         ended = not follow or run_holder(run_dir) is None
-        for path in sorted(run_dir.glob("logs/rank-*.log")):
+        # What the ranks say, and torchrun of them.
+        for path in sorted([*run_dir.glob("logs/rank-*.log"), *run_dir.glob("logs/torchrun.log")]):
             offsets[path] = _copy_lines(path, offsets.get(path, 0), sys.stdout.buffer)
         sys.stdout.buffer.flush()
         return ended

@@ -125,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, with_tables: WithTables) ->
 @pytest.fixture(scope="session")
 def session_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The environment of a user who has configured no server and no GPU."""
-    own = ("PREFECT_", "INFINI_", "TRITON_")
+    own = ("PREFECT_", "INFINI_", "MLFLOW_", "TRITON_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(own)}
     return {**inherited, **QUIET, "PREFECT_HOME": str(tmp_path_factory.mktemp("home"))}
 

@@ -102,12 +102,16 @@ def status_of(url: str, auth_string: str | None) -> int:
 
 
 def _check_answers(url: str) -> None:
-    """Raise `UserError` if the configured API does not answer or answers 401."""
+    """Raise `UserError` if the configured API does not answer, or not as Prefect's does."""
     api = url.rstrip("/")
+    if "/workspaces/" in api:
+        return  # Prefect Cloud has paths of its own.
     try:
-        if status_of(f"{api}/health", None) != HTTPStatus.OK:
-            return  # Prefect Cloud requires authentication here.
-        status = status_of(f"{api}/admin/version", configured_auth())
+        status = status_of(f"{api}/health", None)
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            return  # What stands before it asks for more than a password.
+        if status == HTTPStatus.OK:
+            status = status_of(f"{api}/admin/version", configured_auth())
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(
@@ -115,6 +119,8 @@ def _check_answers(url: str) -> None:
         ) from error
     if status == HTTPStatus.UNAUTHORIZED:
         raise UserError(f"PREFECT_API_AUTH_STRING: {url} asks for another user:password")
+    if status != HTTPStatus.OK:
+        raise UserError(f"PREFECT_API_URL: {url} answers {status:d}; does it end in /api?")
 
 
 def use_server(config: Config) -> str | None:

@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, OPEN_ACCESS, Access, authorized_request
 from infini_model.config import Config
+from infini_model.config.locations import sqlite_address
 from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import bound, end_tree, wait_until
@@ -141,7 +142,9 @@ def prefect_environment(config: Config) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(home),
         pictures.FOLDER: str(home / "pictures"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_API_DATABASE_CONNECTION_URL": sqlite_address(
+            home / "prefect.db", "sqlite+aiosqlite"
+        ),
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
@@ -218,7 +221,12 @@ def start_prefect(
 
 
 def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Service:
-    """Start MLflow's server and UI on loopback; they are up a few seconds later."""
+    """Start MLflow's server and UI on loopback; they are up a few seconds later.
+
+    Where runs are recorded on a server, which may be this one, its own records are those of the
+    output folder.
+    """
+    is_server = config.tracking_uri.startswith(("http", "databricks"))
     root = config.run.output_dir.resolve() / "mlflow"
     logging_file = metadata.distribution("mlflow").locate_file(
         "mlflow/server/uvicorn_log_config.yaml"
@@ -229,7 +237,7 @@ def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Ser
         log=root / "server.log",
         env={
             **access.servers(),
-            "MLFLOW_BACKEND_STORE_URI": config.tracking_uri,
+            "MLFLOW_BACKEND_STORE_URI": config.own_records if is_server else config.tracking_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": str(root / "artifacts"),
             EXPERIMENT: config.tracking.experiment_name,
         },
@@ -250,12 +258,13 @@ def start_worker(config: Config, prefect: Service) -> Service:
 
 def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
     """The address of the experiment's page; of the server if the experiment is not found."""
-    name = quote(config.tracking.experiment_name)
-    url = f"{mlflow.url}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
+    name, uri = quote(config.tracking.experiment_name), config.tracking_uri
+    base = uri.rstrip("/") if uri.startswith("http") else mlflow.url
+    url = f"{base}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
     request = authorized_request(url, access.auth_string)
     try:
         with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
             number = json.load(answer)["experiment"]["experiment_id"]
     except (OSError, ValueError, KeyError):
-        return mlflow.url
-    return page_url(mlflow.url, number)
+        return base
+    return page_url(base, number)

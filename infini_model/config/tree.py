@@ -15,7 +15,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
-from infini_model.config.locations import SplitFolder, StoreAddress, is_store, working_folder
+from infini_model.config.locations import (
+    SplitFolder,
+    StoreAddress,
+    is_store,
+    sqlite_address,
+    working_folder,
+)
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
 from infini_model.config.section import Name, Section
 from infini_model.config.training import (
@@ -43,9 +49,11 @@ class TrackingConfig(Section):
     mlflow: bool = True
     """Whether to record runs in MLflow."""
     tracking_uri: str | None = None
-    """MLflow tracking URI; null (default) is a SQLite file in run.output_dir."""
+    """MLflow tracking URI; null (default) is the environment variable MLFLOW_TRACKING_URI,
+    otherwise a SQLite file in run.output_dir."""
     experiment_name: str = "infini-llama"
-    """MLflow experiment to record runs in."""
+    """MLflow experiment to record runs in; the default is infini-llama, or the environment variable
+    MLFLOW_EXPERIMENT_NAME."""
     log_model: bool = True
     """Whether to log the final model to MLflow, so that it can be loaded from there; stores a copy
     of the weights, four bytes per parameter."""
@@ -54,6 +62,12 @@ class TrackingConfig(Section):
     the lowest validation loss. null (default) does not register it."""
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_experiment(cls, values: Any) -> Any:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        return {"experiment_name": name} | values if name and isinstance(values, dict) else values
 
     def conflicts(self) -> Iterator[str]:
         if self.registered_model is not None and not (self.mlflow and self.log_model):
@@ -189,7 +203,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     comparison: ComparisonConfig = ComparisonConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     stages: StagesConfig = StagesConfig()
 
     @model_validator(mode="before")
@@ -319,6 +333,10 @@ class Config(Section):
     @property
     def tracking_uri(self) -> str:
         """MLflow tracking URI, with the default resolved."""
-        if self.tracking.tracking_uri is not None:
-            return self.tracking.tracking_uri
-        return f"sqlite:///{(self.run.output_dir / 'mlflow' / 'mlflow.db').resolve()}"
+        chosen = self.tracking.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        return chosen or self.own_records
+
+    @property
+    def own_records(self) -> str:
+        """MLflow's database in the output folder."""
+        return sqlite_address((self.run.output_dir / "mlflow" / "mlflow.db").resolve())

@@ -227,6 +227,21 @@ def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
             asked()
 
 
+def test_the_log_of_torchrun_is_shown_with_those_of_the_ranks(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    logs = make_folder(tmp_path / "logs")
+    for name in ("torchrun", "rank-0", "rank-1"):
+        (logs / f"{name}.log").write_text(f"of {name}\n")
+    runs.print_logs(tmp_path, follow=False)
+    assert capfdbinary.readouterr().out.split(b"\n") == [
+        b"of rank-0",
+        b"of rank-1",
+        b"of torchrun",
+        b"",
+    ]
+
+
 def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

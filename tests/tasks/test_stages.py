@@ -161,6 +161,15 @@ def test_a_server_that_does_not_answer_is_named(alone: Environment, settings: Pa
     assert line.startswith(f"error: PREFECT_API_URL: {url} does not answer")
 
 
+def test_an_address_that_is_not_the_api_is_named(
+    server: str, alone: Environment, settings: Path
+) -> None:
+    for url in (server.removesuffix("/api"), f"{server}/v2/"):
+        done = infini_here("run", "--config", settings, env=alone | {"PREFECT_API_URL": url})
+        told = f"error: PREFECT_API_URL: {url} answers 404; does it end in /api?\n"
+        assert (done.returncode, done.stderr) == (2, told)
+
+
 @pytest.mark.story
 def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_without_the_weights(
     server: str, connected: Environment, text_files: Path, tmp_path: Path

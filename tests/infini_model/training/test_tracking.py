@@ -130,7 +130,8 @@ def output(tmp_path_factory):
 @pytest.fixture
 def config(make_config, output):
     return make_config(
-        run={"preset": "debug", "output_dir": str(output)},
+        # SQLite's addresses have a meaning for these.
+        run={"preset": "debug", "output_dir": str(output / "a?b%20c")},
         tracking={"mlflow": True, "tensorboard": False},
     )
 

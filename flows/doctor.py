@@ -214,15 +214,6 @@ def _prefect(config: Config, access: Access) -> Finding:
 
 
 def _mlflow(config: Config, access: Access) -> Finding:
-    found = _tracking(config, access)
-    is_chosen = config.tracking.tracking_uri is not None or "MLFLOW_TRACKING_URI" not in os.environ
-    source = "" if is_chosen else " (MLFLOW_TRACKING_URI)"
-    experiment = f"; experiment {config.tracking.experiment_name}"
-    return replace(found, found=f"{found.found}{source}{experiment}")
-
-
-def _tracking(config: Config, access: Access) -> Finding:
-    """Where runs are recorded, and whether it answers."""
     if not config.tracking_uri.startswith("http"):
         return Finding("MLflow", config.tracking_uri)
     known = {**os.environ, **access.mlflow_client(config.tracking_uri)}
@@ -243,7 +234,10 @@ def _servers(config: Config) -> Iterator[Finding]:
         yield Finding("secret", str(error), "choose another --output-dir")
         return
     yield _prefect(config, access)
-    yield _mlflow(config, access)
+    mlflow, is_set = _mlflow(config, access), config.tracking.tracking_uri is not None
+    source = "" if is_set or "MLFLOW_TRACKING_URI" not in os.environ else " (MLFLOW_TRACKING_URI)"
+    experiment = config.tracking.experiment_name
+    yield replace(mlflow, found=f"{mlflow.found}{source}; experiment {experiment}")
 
 
 def examine(config: Config) -> list[Finding]:

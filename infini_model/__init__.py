@@ -64,7 +64,6 @@ if not {"http_proxy", "https_proxy", "all_proxy"}.isdisjoint(map(str.lower, os.e
     _direct = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).split(",")
     if "*" not in _direct:
         _direct += [host for host in ("localhost", "127.0.0.1", "::1") if host not in _direct]
-        # Who reads both names takes the first.
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, _direct))
 
 if not TYPE_CHECKING:  # a type checker would take every name to be there

@@ -104,12 +104,10 @@ def status_of(url: str, auth_string: str | None) -> int:
 def _check_answers(url: str) -> None:
     """Raise `UserError` if the configured API does not answer, or not as Prefect's does."""
     api = url.rstrip("/")
-    if "/workspaces/" in api:
-        return  # Prefect Cloud has paths of its own.
     try:
         status = status_of(f"{api}/health", None)
-        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            return  # What stands before it asks for more than a password.
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or "/workspaces/" in api:
+            return  # Prefect Cloud requires authentication here.
         if status == HTTPStatus.OK:
             status = status_of(f"{api}/admin/version", configured_auth())
     except (OSError, ValueError) as error:

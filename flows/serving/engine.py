@@ -13,8 +13,8 @@ kernel releases the lock when the engine ends for any reason. `flows.serving.rec
 file once the flow run has its final state. A flow run of a command in a terminal locks a file
 without a process id: `infini serve` records its end, but does not stop it.
 
-Any other worker kills its child as soon as it ends itself. This process is then two: the worker's
-child, and one that outlives it and has the engine save a checkpoint and report its end.
+Any other worker kills its child when it ends itself: a second process outlives that, and has the
+engine save a checkpoint and report its end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from infini_model.runtime.storage import is_locked, take_lock
 ENGINES = "INFINI_ENGINES"
 ENGINE_COMMAND = [sys.executable, "-P", "-m", "prefect.engine"]
 POLL_SECONDS = 0.5
-# From the end of `infini serve`, or of a worker, to SIGKILL: a checkpoint takes up to a minute. An
-# engine without children has nothing to save, and only waits for a server that is gone.
+# From the end of `infini serve` to SIGKILL: a checkpoint takes up to a minute. An engine without
+# children has nothing to save, and only waits for a server that is gone.
 GRACE_SECONDS = 75.0
 CHILDLESS_SECONDS = 5.0
 
@@ -94,31 +94,27 @@ def _serve_is_gone() -> bool:
 
 def main() -> int:
     """Run the engine of the flow run in PREFECT__FLOW_RUN_ID; returns its exit status."""
-    stops: list[int] = []
-    for number in STOPS:
-        signal.signal(number, lambda number, _frame: stops.append(number))
-    status = _run_for_serve(stops) if ENGINES in os.environ else _run_for_worker(stops)
+    status = _run_for_serve() if ENGINES in os.environ else _run_for_worker()
     return status if status >= 0 else 128 - status
 
 
-def _run_for_worker(stops: list[int]) -> int:
-    """Run the engine below a second process, in its own session; returns its exit status."""
-    own = os.getpid()
-    if (child := os.fork()) == 0:
-        os.setsid()
-        engine = subprocess.Popen(ENGINE_COMMAND, stdin=subprocess.DEVNULL)
-        return _wait(engine, stops, is_gone=lambda: os.getppid() != own)
-    for number in STOPS:
-        signal.signal(number, lambda _number, _frame: os.kill(child, signal.SIGTERM))
-    if stops:
-        os.kill(child, signal.SIGTERM)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _run_for_worker() -> int:
+    own, stops = os.getpid(), list[int]()
+    if child := os.fork():
+        for number in STOPS:
+            signal.signal(number, lambda *_: os.kill(child, signal.SIGTERM))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
+    os.setsid()
+    engine = subprocess.Popen(ENGINE_COMMAND, stdin=subprocess.DEVNULL)
+    return _wait(engine, stops, lambda: os.getppid() != own)
 
 
-def _run_for_serve(stops: list[int]) -> int:
-    """Run the engine once that of before has ended, and log to a file; returns its exit status."""
+def _run_for_serve() -> int:
     lock = lock_of(Path(os.environ[ENGINES]), os.environ["PREFECT__FLOW_RUN_ID"])
+    stops: list[int] = []
     taken: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
 
     def is_taken() -> bool:
         # Opened anew each time: the file of an engine that has ended is removed.
@@ -130,7 +126,7 @@ def _run_for_serve(stops: list[int]) -> int:
     wait_until(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
     if not taken:
         return 128 + signal.SIGTERM
-    return _wait(_start(lock, taken[0]), stops, is_gone=_serve_is_gone)
+    return _wait(_start(lock, taken[0]), stops, _serve_is_gone)
 
 
 def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
@@ -148,9 +144,7 @@ def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def _wait(
-    process: subprocess.Popen[bytes], stops: list[int], *, is_gone: Callable[[], bool]
-) -> int:
+def _wait(process: subprocess.Popen[bytes], stops: list[int], is_gone: Callable[[], bool]) -> int:
     """Wait for the engine, forward SIGTERM, and end it when what started it is gone."""
 
     def wait_for_end(unless: Callable[[], bool], timeout_seconds: float = math.inf) -> None:

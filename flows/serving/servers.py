@@ -22,7 +22,6 @@ from urllib.parse import quote
 
 from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, OPEN_ACCESS, Access, authorized_request
 from infini_model.config import Config
-from infini_model.config.locations import sqlite_address
 from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import bound, end_tree, wait_until
@@ -139,12 +138,11 @@ def prefect_environment(config: Config) -> dict[str, str]:
     take a cancellation of the last 15 minutes for one of the retry that they have just started.
     """
     home = prefect_dir(config)
+    database = config.database(f"{home.name}/prefect.db", "sqlite+aiosqlite")
     return {
         "PREFECT_HOME": str(home),
         pictures.FOLDER: str(home / "pictures"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": sqlite_address(
-            home / "prefect.db", "sqlite+aiosqlite"
-        ),
+        "PREFECT_API_DATABASE_CONNECTION_URL": database,
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
@@ -221,12 +219,10 @@ def start_prefect(
 
 
 def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Service:
-    """Start MLflow's server and UI on loopback; they are up a few seconds later.
-
-    Where runs are recorded on a server, which may be this one, its own records are those of the
-    output folder.
-    """
+    """Start MLflow's server and UI on loopback; they are up a few seconds later."""
+    # Such as this one: then the records are those of the output folder.
     is_server = config.tracking_uri.startswith(("http", "databricks"))
+    own = config.database("mlflow/mlflow.db")
     root = config.run.output_dir.resolve() / "mlflow"
     logging_file = metadata.distribution("mlflow").locate_file(
         "mlflow/server/uvicorn_log_config.yaml"
@@ -237,7 +233,7 @@ def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Ser
         log=root / "server.log",
         env={
             **access.servers(),
-            "MLFLOW_BACKEND_STORE_URI": config.own_records if is_server else config.tracking_uri,
+            "MLFLOW_BACKEND_STORE_URI": own if is_server else config.tracking_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": str(root / "artifacts"),
             EXPERIMENT: config.tracking.experiment_name,
         },

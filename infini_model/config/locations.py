@@ -57,13 +57,6 @@ RayAddress = Annotated[
 ]
 
 
-def sqlite_address(database: Path, driver: str = "sqlite") -> str:
-    """The address of a SQLite database for SQLAlchemy, whatever is in its path."""
-    from sqlalchemy import URL
-
-    return URL.create(driver, database=str(database)).render_as_string()
-
-
 def working_folder(address: str) -> Path:
     """The local folder of an address: the same for every process of this machine.
 

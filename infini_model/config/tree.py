@@ -15,13 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
-from infini_model.config.locations import (
-    SplitFolder,
-    StoreAddress,
-    is_store,
-    sqlite_address,
-    working_folder,
-)
+from infini_model.config.locations import SplitFolder, StoreAddress, is_store, working_folder
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
 from infini_model.config.section import Name, Section
 from infini_model.config.training import (
@@ -49,11 +43,9 @@ class TrackingConfig(Section):
     mlflow: bool = True
     """Whether to record runs in MLflow."""
     tracking_uri: str | None = None
-    """MLflow tracking URI; null (default) is the environment variable MLFLOW_TRACKING_URI,
-    otherwise a SQLite file in run.output_dir."""
+    """MLflow tracking URI; null (default) is MLFLOW_TRACKING_URI, or SQLite in run.output_dir."""
     experiment_name: str = "infini-llama"
-    """MLflow experiment to record runs in; the default is infini-llama, or the environment variable
-    MLFLOW_EXPERIMENT_NAME."""
+    """MLflow experiment of the runs; the default is infini-llama, or MLFLOW_EXPERIMENT_NAME."""
     log_model: bool = True
     """Whether to log the final model to MLflow, so that it can be loaded from there; stores a copy
     of the weights, four bytes per parameter."""
@@ -334,9 +326,10 @@ class Config(Section):
     def tracking_uri(self) -> str:
         """MLflow tracking URI, with the default resolved."""
         chosen = self.tracking.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        return chosen or self.own_records
+        return chosen or self.database("mlflow/mlflow.db")
 
-    @property
-    def own_records(self) -> str:
-        """MLflow's database in the output folder."""
-        return sqlite_address((self.run.output_dir / "mlflow" / "mlflow.db").resolve())
+    def database(self, name: str, driver: str = "sqlite") -> str:
+        """The address of a SQLite database in the output folder, whatever that is called."""
+        from sqlalchemy import URL
+
+        return str(URL.create(driver, database=str(self.run.output_dir.resolve() / name)))

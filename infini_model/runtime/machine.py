@@ -11,27 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# The control groups of a container, a service or a batch job, and those of this process.
+# The control groups of a container, a service or a batch job, and which this process is in.
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Number of cores this process may be scheduled on, or of those that its quota is worth.
+    """Number of cores this process may be scheduled on, or that its quota is worth if less.
 
     Fewer than the machine has under `taskset`, a cpuset, a batch scheduler or a container's limit;
     where the platform has no affinity (macOS), all of them.
     """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for group in _cgroups("cpu"):
-        quota, period = _read(group, "cpu.max", "max max").split()
-        quota = _read(group, "cpu.cfs_quota_us", quota)
-        if quota not in ("max", "-1"):
-            cores = min(
-                cores, math.ceil(int(quota) / int(_read(group, "cpu.cfs_period_us", period)))
-            )
-    return max(1, cores)
+        quota, _, period = _read(group / "cpu.max", group / "cpu.cfs_quota_us").partition(" ")
+        if quota.isdecimal():  # otherwise "max" or -1
+            period = period or _read(group / "cpu.cfs_period_us")
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
 
 
 def available_memory() -> int:
@@ -40,33 +37,30 @@ def available_memory() -> int:
 
     available = int(psutil.virtual_memory().available)
     for group in _cgroups("memory"):
-        limit = _read(group, "memory.max", _read(group, "memory.limit_in_bytes", "max"))
-        used = _read(group, "memory.current", _read(group, "memory.usage_in_bytes", "0"))
-        statistics = dict(line.split() for line in _read(group, "memory.stat", "").splitlines())
-        # Those of version 1 are of the group alone, with its total beside.
-        cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
-        if limit != "max":
+        limit = _read(group / "memory.max", group / "memory.limit_in_bytes")
+        used = _read(group / "memory.current", group / "memory.usage_in_bytes")
+        held = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+        cached = held.get("total_inactive_file") or held.get("inactive_file", 0)
+        if limit.isdecimal():
             available = min(available, int(limit) - int(used) + int(cached))
     return max(0, available)
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """The folders of the control groups, of version 1 or 2, that limit this process."""
-    for line in _read(OWN_CGROUPS.parent, OWN_CGROUPS.name, "").splitlines():
+    """The folders of the control groups, of either version, that limit this process."""
+    for line in _read(OWN_CGROUPS).splitlines():
         _, controllers, own = line.split(":", 2)
-        # Version 2 has one hierarchy, which is not named; version 1 has one for each controller.
+        # Version 2 has one hierarchy, without a name.
         if controller in controllers.split(",") or not controllers:
             root = CGROUPS / controller if controllers else CGROUPS
             group = root / own.lstrip("/")
-            # In a container the root is its own group, whatever the name on the machine.
+            # In a container the root is its own group, whatever that is called outside.
             yield from (each for each in (group, *group.parents) if each.is_relative_to(root))
 
 
-def _read(folder: Path, name: str, otherwise: str) -> str:
-    try:
-        return (folder / name).read_text(encoding="utf-8").strip()
-    except OSError:
-        return otherwise
+def _read(*files: Path) -> str:
+    """The text of the first file that is there; empty without one."""
+    return next((file.read_text().strip() for file in files if file.is_file()), "")
 
 
 class Lack(NamedTuple):

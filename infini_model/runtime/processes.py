@@ -4,7 +4,6 @@
 exits, times out, or the caller is interrupted. `bound` makes a command die with its parent, even if
 the parent is killed by SIGKILL (PR_SET_PDEATHSIG on Linux; no effect elsewhere). To the kernel the
 parent is the thread that started the command, so that thread must outlive it; `run` blocks in it.
-Either settles the environment of the command, see `main`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ POLL_SECONDS = 0.1
 # grandchild, which may keep the other end open and write to it indefinitely.
 PIPE_BYTES = 1 << 20
 # What another launcher has told this process: who obeyed it would wait for ranks that never come.
-# Where to report an error, ours says itself.
 OF_LAUNCHERS = re.compile(
-    r"((GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"
-    r"|(MASTER|PET|TORCHELASTIC)_(?!ERROR_FILE$)"
+    r"((GROUP|LOCAL|ROLE)_)?(RANK|WORLD_SIZE)$|(MASTER|PET|TORCHELASTIC)_(?!ERROR_FILE$)"
 )
 
 
@@ -264,8 +261,7 @@ def run(
 def main() -> None:
     """`python processes.py PARENT COMMAND …`: exec a bound COMMAND.
 
-    It and its children import this package and nothing from the working directory, are no ranks of
-    another launcher, and print what `run` reads.
+    It imports nothing from the working directory, is no rank of another launcher, and prints UTF-8.
     """
     die_with_parent(int(sys.argv[1]))
     for name in filter(OF_LAUNCHERS.match, list(os.environ)):
@@ -273,11 +269,8 @@ def main() -> None:
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     if (root := str(Path(__file__).resolve().parents[2])) not in sys.path:
         path.append(root)
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONIOENCODING": "utf-8:backslashreplace",
-    }
+    os.environ |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    os.environ["PYTHONIOENCODING"] = "utf-8:backslashreplace"
     os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is a list, there is no shell
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config
-from infini_model.config.locations import sqlite_address
 from infini_model.runtime.holders import flow_run_page
 from infini_model.runtime.metrics_file import Line, metrics_of
 from infini_model.runtime.runs import INITIAL_WEIGHTS, is_started, read_run
@@ -72,14 +71,15 @@ def open_tracking(config: Config) -> tuple[Any, str]:
         if uri.startswith(SQLITE):
             from sqlalchemy import make_url
 
-            database = Path(make_url(uri).database or "")
+            address = make_url(uri)
+            database = Path(address.database or "")
             folder = make_folder(database.parent)
             stack.enter_context(lock(folder / ".lock"))
             if not database.exists():
                 remove_leftovers(folder, database.name)
                 # Creating the tables takes seconds, and MLflow cannot open half of them.
                 with atomic_file(database) as temporary:
-                    MlflowClient(sqlite_address(temporary))
+                    MlflowClient(str(address.set(database=str(temporary))))
             # Beside the database, not in the working directory of the process.
             artifacts = (folder / "artifacts").resolve().as_uri()
         client = MlflowClient(uri)

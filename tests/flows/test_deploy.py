@@ -462,6 +462,39 @@ def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_ther
         assert engine.main() == 1
 
 
+# An engine that writes down how often it is told to end, and takes its time.
+SAVES = """
+import pathlib, signal, sys, time
+def save(*_):
+    with pathlib.Path(sys.argv[1]).open("a") as file:
+        file.write("told ")
+        file.flush()
+        time.sleep(0.5)
+        file.write("saved ")
+    sys.exit(7)
+signal.signal(signal.SIGTERM, save)
+print("running", flush=True)
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_an_engine_outlives_a_worker_of_ones_own_and_is_told_to_save_once(
+    number: signal.Signals, tmp_path: Path, alone: Environment, background: Callable[..., Any]
+) -> None:
+    saved = tmp_path / "saved"
+    program = (
+        "import sys; from flows.serving import engine\n"
+        f"engine.ENGINE_COMMAND = [sys.executable, '-c', {SAVES!r}, {str(saved)!r}]\n"
+        "sys.exit(engine.main())"
+    )
+    started = background([sys.executable, "-c", program], alone)
+    started.wait_for("running")
+    started.process.send_signal(number)
+    assert started.wait() == (-number if number == signal.SIGKILL else 7)
+    eventually(lambda: saved.exists() and saved.read_text() == "told saved ", "a checkpoint")
+
+
 def test_the_file_of_an_engine_may_be_removed_while_the_running_ones_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def available_memory() -> int:
         limit = _read(group / "memory.max", group / "memory.limit_in_bytes")
         used = _read(group / "memory.current", group / "memory.usage_in_bytes")
         held = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-        cached = held.get("total_inactive_file") or held.get("inactive_file", 0)
+        cached = held.get("total_inactive_file") or held.get("inactive_file", "0")
         if limit.isdecimal():
             available = min(available, int(limit) - int(used) + int(cached))
     return max(0, available)

@@ -131,7 +131,8 @@ def test_a_token_of_an_answer_copies_no_segment(monkeypatch: pytest.MonkeyPatch)
         return hidden, after
 
     monkeypatch.setattr(model, "advance", seen)
-    list(Conversation(model, BYTES, "{role}{content}", SAMPLING).reply("hello"))
+    form = ChatTemplate("{role}{content}")
+    list(Conversation(model, BYTES, form, SAMPLING).reply("hello"))
     assert len(held) == 1
 
 

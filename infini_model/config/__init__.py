@@ -17,7 +17,9 @@ from infini_model.config.reading import (
     merge,
     nested,
     parse_override,
+    read_recorded,
     read_tree,
+    read_typed,
     validate,
 )
 from infini_model.config.training import AttentionBackend, LaunchConfig, LoraConfig, TrainingConfig

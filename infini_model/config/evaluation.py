@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from infini_model.config.locations import FilePath
 from infini_model.config.section import NonEmptyList, Section
 
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -48,7 +48,7 @@ class LmEvalConfig(Section):
 
     tasks: list[str] = []
     """Tasks and groups of the harness to run, by name, in this order."""
-    include_path: Path | None = None
+    include_path: FilePath | None = None
     """Folder with YAML files of tasks of your own. It is searched first; the harness's own tasks
     are listed only for names that it does not have. Use files that you trust: a task can run
     code."""

@@ -17,8 +17,7 @@ from infini_model.config.tree import DECIDE_WEIGHTS, Config
 def one_line(error: ValidationError) -> str:
     """The first error of a tree that `Config` rejected, as one line."""
     first = error.errors(include_url=False)[0]
-    # A discriminated union adds its tag (`files`, `hub`) to the path; the user did not write it.
-    key = ".".join(str(part) for part in first["loc"] if part not in ("files", "hub"))
+    key = key_of(first["loc"])
     if first["type"] == "extra_forbidden":
         return _unknown(key, first["input"])
     if first["type"] == "missing":
@@ -29,6 +28,11 @@ def one_line(error: ValidationError) -> str:
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):
         return f"{key}: {message}" if key else message
     return f"{key}: got {first['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def key_of(place: Iterable[int | str]) -> str:
+    """The key of a place that Pydantic names, which may hold the kind of a source."""
+    return ".".join(str(part) for part in place if part not in ("files", "hub"))
 
 
 def left_open(key: str, tree: Mapping[str, Any]) -> str:
@@ -183,6 +187,19 @@ def _sections(schema: Schema) -> list[str]:
 def all_keys() -> tuple[str, ...]:
     """Full name of every setting, such as `training.max_steps`, in tree order."""
     return tuple(key for key, schema in _schemas().items() if not _sections(schema))
+
+
+def types_of(key: str) -> set[str]:
+    """The types in JSON schema that a setting may have, such as `list of string`.
+
+    Empty for a section that is never null, and for an unknown key.
+    """
+    schema = _schemas().get(key, {})
+    return {
+        f"list of {each['items'].get('type')}" if "items" in each else each["type"]
+        for each in (schema, *schema.get("anyOf", []))
+        if "type" in each
+    }
 
 
 def reference(prefix: str = "") -> str:

@@ -27,16 +27,32 @@ def is_store(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(tuple(STORES))
 
 
+def _is_local(value: Any) -> bool:
+    """Whether it is a path of this machine; `Path("s3://bucket")` is none, but has lost a slash."""
+    text = str(value) if isinstance(value, str | Path) else ""
+    addresses = tuple(store.removesuffix("/") for store in STORES)
+    return text != "" and not is_url(text) and not text.startswith(addresses)
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with the home folder in place of `~`, which shells expand only in front of a word.
+
+    Unlike `Path.expanduser`, it leaves the name of an unknown user as it is.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def _to_place(value: str | Path) -> Path | str:
-    return str(value).rstrip("/") if is_url(value) else Path(value)
+    return str(value).rstrip("/") if is_url(value) else expanded(value)
 
 
 _AN_ADDRESS = f"an address ({', '.join(STORES)})"
 _FOLDER_OR_ADDRESS = takes(
-    f"a folder, or {_AN_ADDRESS}",
-    lambda value: is_store(value) or (isinstance(value, str | Path) and not is_url(value)),
+    f"a folder, or {_AN_ADDRESS} as text",
+    lambda value: is_store(value) or _is_local(value),
     BeforeValidator,
 )
+FilePath = Annotated[Path, AfterValidator(expanded)]
 # A folder of this machine, or an address in an object store, which stays a string.
 Place = Annotated[
     Path | str,
@@ -45,9 +61,9 @@ Place = Annotated[
     WithJsonSchema({"type": "string", "format": "path"}),
 ]
 # A folder of this machine; an address is taken from it before (`RunConfig`).
-SplitFolder = Annotated[Path, _FOLDER_OR_ADDRESS]
+SplitFolder = Annotated[FilePath, _FOLDER_OR_ADDRESS]
 LocalFolder = Annotated[
-    Path, takes("a local folder, not an address", lambda value: not is_url(value), BeforeValidator)
+    FilePath, takes("a local folder, not an address", _is_local, BeforeValidator)
 ]
 StoreAddress = Annotated[str, takes(_AN_ADDRESS, is_store)]
 # A Ray cluster to join.
@@ -62,7 +78,7 @@ def working_folder(address: str) -> Path:
 
     It is in `INFINI_CACHE_DIR`, by default `~/.cache/infini-llama`.
     """
-    base = Path(os.environ.get("INFINI_CACHE_DIR", "~/.cache/infini-llama")).expanduser()
+    base = expanded(os.environ.get("INFINI_CACHE_DIR", "~/.cache/infini-llama"))
     return base / hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
 
 

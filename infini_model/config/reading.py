@@ -6,25 +6,51 @@ partial trees or dotted strings such as `training.max_steps=20`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from infini_model.config.data import source_kind
-from infini_model.config.explaining import left_open, one_line
+from infini_model.config.explaining import key_of, left_open, one_line, types_of
+from infini_model.config.locations import expanded
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.tree import Config
+from infini_model.config.tree import DECIDE_WEIGHTS, Config
 from infini_model.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # What stands in a preset or a file for a value that has to be given over it, as in OmegaConf.
 LEFT_OPEN = "???"
+# Sections of which every key decides the weights.
+WHOLLY_DECISIVE = DECIDE_WEIGHTS.keys() - {"run"}
 # A string, which may contain `//` (a URL), or a comment.
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses what would lose the first of two values."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _once_each((key.value, None) for key, _ in node.value if isinstance(key.value, str))
+        return super().construct_mapping(node, deep)
+
+
+def _once_each(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A mapping of these pairs. Raises `ValueError` for a key that stands twice."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} stands twice in one section")
+        found[key] = value
+    return found
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -33,7 +59,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     Raises `ConfigError` that names the file, and the line of a syntax error.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = expanded(path).read_text(encoding="utf-8")
         parse = _parse_json if path.suffix == ".json" else _parse_yaml
         tree = parse(text)
     except OSError as error:
@@ -50,15 +76,48 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
+def read_recorded(path: Path) -> dict[str, Any]:
+    """The tree in a file that this or another version has written, without the keys unknown here.
+
+    A warning names them. Raises `ConfigError` that names the file if a section that decides the
+    weights has some, or another value is wrong.
+    """
+    tree, unknown = read_tree(path), []
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        unknown = [
+            each["loc"]
+            for each in error.errors(include_url=False)
+            if each["type"] == "extra_forbidden" and each["loc"][0] not in WHOLLY_DECISIVE
+        ]
+    for *above, name in unknown:
+        section: Any = tree
+        for part in above:
+            section = section.get(part, section)  # A kind of source is no key of the tree.
+        section.pop(name, None)
+    if unknown:
+        warn_of_unknown(str(path), ", ".join(map(key_of, unknown)))
+    try:
+        validate(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return tree
+
+
+@functools.cache
+def warn_of_unknown(place: str, keys: str) -> None:
+    """Log, once in a process, that keys of a recorded file are not read."""
+    log.warning("%s: %s: unknown here, written by another version; left out", place, keys)
+
+
 def _parse_json(text: str) -> Any:
-    return json.loads(_STRING_OR_COMMENT.sub(_blank_comment, text))
+    return json.loads(_STRING_OR_COMMENT.sub(_blank_comment, text), object_pairs_hook=_once_each)
 
 
 def _parse_yaml(text: str) -> Any:
-    import yaml
-
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)  # noqa: S506 - it is a `SafeLoader`
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
@@ -82,7 +141,8 @@ def _rename(tree: dict[str, Any]) -> None:
         del tree["system"]
         device = str(system.get("device", "cuda"))
         gpus = str(system.get("device_id", "auto")) if device == "cuda" else device
-        tree["launch"] = {"gpus": gpus} | dict(tree.get("launch") or {})
+        launch = tree.get("launch") or {}
+        tree["launch"] = {"gpus": gpus} | launch if isinstance(launch, dict) else launch
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,20 +172,46 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse `training.max_steps=20` into a nested mapping; the value is read as YAML.
+    """Parse `training.max_steps=20` into a nested mapping; `read_typed` reads the value.
 
     Raises `ConfigError` if there is no `=` or the value is not valid YAML.
     """
-    import yaml
-
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {text!r} is not of the form section.key=value")
+    return nested(key, read_typed(key, value))
+
+
+def read_typed(key: str, text: str) -> Any:
+    r"""The value that somebody typed for a setting: YAML, except where the setting is text.
+
+    Text is kept as it was typed, unless it is in YAML's quotes; `null` and nothing are null where
+    the setting may be. A list of text is in YAML's brackets, or text that is its only item. In what
+    stands between texts, `\n` is a newline.
+
+    Raises `ConfigError` if it is not valid YAML where it has to be.
+    """
+    types, is_listed = types_of(key), text[:1] + text[-1:] == "[]"
     try:
-        tree: Any = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {value!r} is not valid YAML") from error
-    return nested(key, tree)
+        if types.isdisjoint({"string", "list of string"}):
+            return _parse_yaml(text)
+        if "null" in types and text in ("", "null"):
+            return None
+        if is_listed and "list of string" in types:
+            return yaml.load(text, yaml.BaseLoader)  # noqa: S506 - it reads nothing but text
+    except (ValueError, yaml.YAMLError) as error:
+        if types:
+            raise ConfigError(f"{key}: {text!r} is not valid YAML") from error
+        return text  # An unknown key, which validation explains.
+    quoted = None
+    if text.startswith(("'", '"')):
+        with contextlib.suppress(ValueError):
+            quoted = _parse_yaml(text)
+    if isinstance(quoted, str):
+        text = quoted
+    elif key.endswith((".separator", ".template")):
+        text = text.replace("\\n", "\n")
+    return text if "string" in types else [text]
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -197,7 +283,5 @@ def load_config(
 
 def dump_config(config: Config) -> str:
     """The tree as YAML; `load_config` reads it back to an equal `Config`."""
-    import yaml
-
     tree = config.model_dump(mode="json")
     return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))

@@ -158,8 +158,8 @@ class RunConfig(Section):
         if not isinstance(values, Mapping):
             return values
         values = dict(values)
-        if "INFINI_OUTPUT_DIR" in os.environ:
-            values.setdefault("output_dir", os.environ["INFINI_OUTPUT_DIR"])
+        if output_dir := os.environ.get("INFINI_OUTPUT_DIR"):
+            values.setdefault("output_dir", output_dir)
         for folder, store in (("output_dir", "store"), ("data_dir", "data_store")):
             address = values.get(folder)
             if is_store(address):
@@ -185,7 +185,7 @@ class RunConfig(Section):
 class Config(Section):
     """All settings of a pipeline run."""
 
-    run: RunConfig = RunConfig()
+    run: RunConfig = Field(default_factory=RunConfig)  # INFINI_OUTPUT_DIR may change meanwhile.
     data: DataConfig = DataConfig()
     packing: PackingConfig = PackingConfig()
     model: ModelConfig = ModelConfig()

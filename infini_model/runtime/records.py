@@ -11,12 +11,14 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from infini_model.config.explaining import key_of
+from infini_model.config.reading import warn_of_unknown
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 
 
 class Record(BaseModel):
-    """Immutable, and without unknown fields."""
+    """Immutable, and without unknown fields, except where it is read from a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,11 +40,18 @@ def read_record(path: Path, kind: type[RecordType]) -> RecordType:
 
 
 def parse_record(content: bytes, place: str, kind: type[RecordType]) -> RecordType:
-    """Read JSON as `kind`. Raises `DataError` that names its `place` if it is damaged."""
+    """Read JSON as `kind`, without unknown fields, of which a warning is logged.
+
+    Raises `DataError` that names its `place` if it is damaged.
+    """
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)
+        if all(each["type"] == "extra_forbidden" for each in errors):
+            warn_of_unknown(place, ", ".join(key_of(each["loc"]) for each in errors))
+            return kind.model_validate_json(content, extra="ignore")
+        first = errors[0]
         where = ".".join(str(part) for part in first["loc"])
         parts = [place, "is damaged", *filter(None, [where]), first["msg"]]
         raise DataError(": ".join(parts).replace("\n", " ")) from error

@@ -125,7 +125,7 @@ def load_tasks(settings: LmEvalConfig) -> dict[str, dict[str, Any]]:
     """
     if not settings.tasks:
         raise UserError(f"{KEY}.tasks: names no task of the harness; set it to those to run")
-    folder = settings.include_path and settings.include_path.expanduser().resolve()
+    folder = settings.include_path and settings.include_path.resolve()
     if folder is not None and not folder.is_dir():
         raise UserError(f"{KEY}.include_path: {folder} is not a folder")
     with _quiet():

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from infini_model.config import Config, ModelConfig, dump_config, load_config, validate
+from infini_model.config import (
+    Config,
+    ModelConfig,
+    dump_config,
+    load_config,
+    nested,
+    parse_override,
+    validate,
+)
 from infini_model.config.data import FilesSource, HubSource
 from infini_model.config.explaining import NAMES, all_keys
 from infini_model.config.locations import shareable_location
@@ -28,6 +36,8 @@ WEIGHTS = {"initial_weights": "team/llama@main", "segment_length": 64}
         ("list.json", b"[1, 2]", "holds list, needs a mapping"),
         ("torn.json", b'{\n  /* two\n  lines */ "training": {"max_steps": }\n}', ".*line 3"),
         ("open.json", b"{\n\n  /* never closed\n}", ".*line 3"),
+        ("twice.yaml", b"data: {name: a}\ntraining: {}\ndata: {}\n", "data stands twice"),
+        ("twice.json", b'{"data": {"name": "a", "name": "b"}}', "name stands twice"),
         ("torn.yaml", b"# one\ntraining:\n  max_steps: [\n", ".*line 4"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value else "",
@@ -82,6 +92,39 @@ def test_overrides_beat_the_file_and_the_later_one_wins(tmp_path: Path) -> None:
     assert load_config(overrides=["training.learning_rate=1e-5"]).training.learning_rate == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("paths=*.txt", ["*.txt"]),
+        ("paths=x #1.txt", ["x #1.txt"]),
+        ("paths=[2024]/a: b.txt", ["[2024]/a: b.txt"]),
+        ("paths=[a, 012, no, 'b, c']", ["a", "012", "no", "b, c"]),
+        ("paths='a, b'", ["a, b"]),
+        ("separator=---", "---"),
+        ("separator=\n\n", "\n\n"),
+        (r"separator=\n\n", "\n\n"),
+        (r"separator='\n'", r"\n"),
+        (r'separator="\t\n"', "\t\n"),
+        ("separator=null", None),
+        (r"template={role}\n{content}", "{role}\n{content}"),
+        (r"column=a\nb", r"a\nb"),
+        ("configuration=no", "no"),
+        ("revision=0123456", "0123456"),
+        ('repository="a" b', '"a" b'),
+        ("limit=0x10", 16),
+    ],
+)
+def test_text_that_is_typed_for_a_text_setting_stays_text(typed: str, value: Any) -> None:
+    assert parse_override(f"data.source.{typed}") == nested(
+        f"data.source.{typed.partition('=')[0]}", value
+    )
+
+
+def test_what_is_no_list_and_no_number_is_refused_and_an_unknown_key_told_first() -> None:
+    assert refusal_of("data.source.paths=[*.txt]").endswith("'[*.txt]' is not valid YAML")
+    assert refusal_of("data.source.path=*.txt").endswith("did you mean data.source.paths?")
+
+
 def test_the_keys_of_a_source_say_its_kind_and_another_kind_replaces_the_previous_one() -> None:
     def source(*overrides: str) -> object:
         return load_config(overrides=overrides).data.source
@@ -105,6 +148,9 @@ def test_a_file_of_the_guides_loads_with_its_names(tmp_path: Path) -> None:
     assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (8, 4)
     file.write_text('{"system": {"device": "cpu"}}')
     assert load_config(file).launch.gpus == "cpu"
+    file.write_text('{"system": {"device": "cpu"}, "launch": "abc"}')
+    with pytest.raises(ConfigError, match=r"^launch: got 'abc': input should be a valid dict"):
+        load_config(file)
 
 
 def test_epochs_and_max_steps_replace_each_other() -> None:
@@ -174,9 +220,31 @@ def test_another_process_is_told_the_same_output_folder_and_store(
     chosen = [] if output_dir is None else [{"run": {"output_dir": output_dir}}]
     run = load_config(overrides=chosen).run
     monkeypatch.setenv("INFINI_OUTPUT_DIR", shareable_location(run.output_dir, run.store))
-    told = load_config(overrides=[{"run": {"seed": 1}}]).run
-    assert told.store == run.store
-    assert told.output_dir.resolve() == run.output_dir.resolve()
+    for settings in ([], [{"run": {"seed": 1}}]):
+        told = load_config(overrides=settings).run
+        assert told.store == run.store
+        assert told.output_dir.resolve() == run.output_dir.resolve()
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ("run.output_dir", "run.data_dir", "data.folder", "logging.tensorboard_dir")
+    for key in (*keys, "evaluation.lm_eval.include_path"):
+        value: Any = load_config(overrides=[f"{key}=~/a"])
+        for name in key.split("."):
+            value = getattr(value, name)
+        assert value == tmp_path / "a"
+    assert load_config(overrides=["run.output_dir=~nobody-of-this-name/a"]).run.output_dir
+    (tmp_path / "settings.yaml").write_text("training: {max_steps: 7}")
+    assert load_config(Path("~/settings.yaml")).training.max_steps == 7
+
+
+def test_an_address_that_a_path_has_damaged_is_refused() -> None:
+    for key in ("run.output_dir", "data.folder", "logging.tensorboard_dir"):
+        told = refusal_of(nested(key, Path("s3://bucket/team")))
+        assert told.startswith(f"{key}: got PosixPath('s3:/bucket/team'): takes a ")
 
 
 def refusal_of(*overrides: str | dict[str, Any]) -> str:
@@ -202,6 +270,7 @@ REFUSED = {
     "training.lora.target_modules=[wq]": "training.lora.target_modules.0: got 'wq': input should",
     "run.name=a/b": "run.name: got 'a/b': string should match pattern",
     "data.name=../elsewhere": "data.name: got '../elsewhere': string should match pattern",
+    "run.output_dir=": "run.output_dir: got '': takes a folder, or an address",
     "run.output_dir=ftp://h/x": "run.output_dir: got 'ftp://h/x': takes a folder, or an address",
     "run.data_dir=http://h/x": "run.data_dir: got 'http://h/x': takes a folder, or an address",
     "run.store=team": "run.store: got 'team': takes an address",

@@ -18,7 +18,7 @@ from typing import Any
 
 from infini_model.config import Config
 from infini_model.runtime.holders import flow_run_page
-from infini_model.runtime.metrics_file import Line, metrics_of
+from infini_model.runtime.metrics_file import Line, metrics_of, read_metrics
 from infini_model.runtime.runs import INITIAL_WEIGHTS, is_started, read_run
 from infini_model.runtime.storage import (
     atomic_file,
@@ -159,6 +159,8 @@ class MlflowExporter:
         try:
             if self.client is None:
                 self._connect()
+                # All of them: a record that was deleted meanwhile is a new one.
+                lines = read_metrics(self._run_dir)
             from mlflow.entities import Metric
             from mlflow.utils import chunk_list
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
+from infini_model.runtime.storage import content_key
 from infini_model.training.callbacks import Status
 from infini_model.training.mlflow_record import MlflowExporter, error_summary
 
@@ -97,12 +98,15 @@ class Follower(threading.Thread):
 
 
 class TensorBoardExporter:
-    """Writes event files, rebuilt from the first line at each start and so always complete."""
+    """Writes an event file, rebuilt from the first line at each start and so always complete.
+
+    Its name ends with `run`, so that those of other runs in the same folder are left alone.
+    """
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, run: str) -> None:
+        self._folder, self._suffix = folder, f".{run}"
         self._writer: Any = None
 
     def export(self, lines: Sequence[Line]) -> None:
@@ -110,10 +114,12 @@ class TensorBoardExporter:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            for old in self._folder.glob("events.out.tfevents.*"):
+            for old in self._folder.glob(f"events.out.tfevents.*{self._suffix}"):
                 old.unlink()
             # Tells a running TensorBoard to discard what it read from the old files.
-            self._writer = SummaryWriter(str(self._folder), purge_step=0)
+            self._writer = SummaryWriter(
+                str(self._folder), purge_step=0, filename_suffix=self._suffix
+            )
         for line in lines:
             for name, value in metrics_of(line):
                 self._writer.add_scalar(name, value, int(line["step"]), walltime=line["time"])
@@ -140,7 +146,8 @@ class Exporters:
         if config.tracking.tensorboard:
             base = config.logging.tensorboard_dir
             folder = base / run_dir.name if base else run_dir / "logs" / "tensorboard"
-            exporters.append(TensorBoardExporter(folder))
+            own = content_key([str(run_dir.resolve())])[:16]
+            exporters.append(TensorBoardExporter(folder, own))
         if config.tracking.mlflow:
             exporters.append(MlflowExporter(run_dir, config, dataset))
         self._followers = [Follower(run_dir, exporter, max_delay_seconds) for exporter in exporters]

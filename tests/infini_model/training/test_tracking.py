@@ -108,12 +108,18 @@ def test_tensorboard_has_each_step_once_across_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    foreign = [folder / f"events.out.tfevents.1.host.2.0{name}" for name in ("", ".other")]
+    for file in foreign:
+        file.touch()
     write(tmp_path, range(1, 8))
     for resumed_step, steps in ((None, range(1, 8)), (4, range(5, 10))):
         write(tmp_path, steps, resumed_step)
-        exporter = TensorBoardExporter(folder)
+        exporter = TensorBoardExporter(folder, "own")
         exporter.export(read_metrics(tmp_path))
         exporter.finish("FINISHED")
+    assert all(file.exists() for file in foreign)
+    assert len([*folder.iterdir()]) == 3
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
@@ -205,6 +211,23 @@ def test_the_record_follows_a_run_through_a_stop_a_resume_its_end_and_a_kill(
     assert end_record(tmp_path, "FAILED")
     assert not end_record(tmp_path, "KILLED")
     assert status(tmp_path) == "FAILED"
+
+
+def test_a_record_that_is_deleted_meanwhile_is_begun_again_from_the_first_line(tmp_path, config):
+    from mlflow import MlflowClient
+
+    metrics = begin(tmp_path, config)
+    for step in range(2, 51):
+        metrics.append(step, {"train/loss": 1.0 / step})
+    until_delivered(tmp_path, 50)
+    first = read_mlflow_record(tmp_path)["run_id"]
+    MlflowClient(config.tracking_uri).delete_run(first)
+    metrics.append(51, {"train/loss": 1.0})
+    metrics.close("FINISHED", timeout_seconds=PATIENCE)
+    record = read_mlflow_record(tmp_path)
+    assert record["run_id"] != first
+    history = MlflowClient(config.tracking_uri).get_metric_history(record["run_id"], "train/loss")
+    assert [metric.step for metric in history] == list(range(1, 52))
 
 
 def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):

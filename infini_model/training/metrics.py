@@ -294,7 +294,14 @@ def log_banner(setup: TrainingSetup) -> None:
         return
     for line in (RULE, *_banner(setup), RULE):
         log.info("%s", line)
-    name = setup.manifest.folder_name
+    training, name = setup.config.training, setup.manifest.folder_name
+    if training.warmup_steps > training.total_steps:
+        log.warning(
+            "training.warmup_steps: %d is more than the %d steps of the training, so the learning "
+            "rate ends below its peak, at %.0f%% of it",
+            *(training.warmup_steps, training.total_steps),
+            100 * training.total_steps / training.warmup_steps,
+        )
     for split, windows in setup.windows.items():
         packing = windows.packing
         if isinstance(packing, PairPacking) and packing.shortfall:

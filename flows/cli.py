@@ -23,6 +23,7 @@ from typer.exceptions import TyperException
 from flows.options import UNDERSCORES, configured, unknown
 from flows.presets import Invocation
 from infini_model.config import Config, load_config
+from infini_model.config.locations import expanded
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.runs import latest_run
 
@@ -114,14 +115,13 @@ def compare(asked: Invocation) -> None:
     """Compare runs: settings, results and curves. --sweep runs them first."""
     from flows import runs
 
-    config = asked.config
-    named = runs.named_runs(config)  # Tells a mistake before anything slow is imported.
-    if config.comparison.sweep:
+    named = runs.named_runs(asked)  # Tells a mistake before anything slow is imported.
+    if asked.config.comparison.sweep:
         _run_flow("compare", asked)
         return
     from flows.print_comparison import compare_existing
 
-    compare_existing(config, named)
+    compare_existing(asked.config, named)
 
 
 OutputDir = Annotated[
@@ -335,7 +335,11 @@ def deploy(
 
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(help="Run, checkpoint or Hugging Face folder (default: the newest run)."),
+    typer.Option(
+        help="Run, checkpoint or Hugging Face folder (default: the newest run).",
+        parser=expanded,
+        metavar="PATH",
+    ),
 ]
 
 
@@ -348,7 +352,11 @@ def generate(
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="File with the text to continue, or - for stdin; it is not repeated."),
+        typer.Option(
+            help="File with the text to continue, or - for stdin; it is not repeated.",
+            parser=expanded,
+            metavar="PATH",
+        ),
     ] = None,
     checkpoint: Checkpoint = None,
 ) -> None:

@@ -12,6 +12,7 @@ from prefect.states import Completed
 
 from flows.parameters import form, settings
 from flows.pipeline import complete_run
+from flows.presets import Invocation
 from flows.print_comparison import comparisons_dir, show
 from flows.runs import named_runs
 from flows.sweep import runs_of
@@ -19,7 +20,7 @@ from infini_model.config import Config, validate
 from infini_model.config.tree import MODEL_SPEC
 from infini_model.runtime.claims import free_name
 from infini_model.runtime.errors import DataError, StageError
-from infini_model.runtime.runs import is_finished, read_run_config
+from infini_model.runtime.runs import is_finished, read_evaluation
 from infini_model.runtime.storage import content_key
 from tasks.checks import check_remote_stages, refresh_and_check_stores
 from tasks.compare import compare_runs
@@ -43,7 +44,7 @@ class Swept(NamedTuple):
 @flow(name="compare", **FLOW)
 @report_failure
 @settings
-def compare(config: Config) -> State[dict[str, Any]]:
+def compare(asked: Invocation) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
 
     Finished runs of the sweep are reused, and an interrupted one is resumed. A run that fails does
@@ -51,11 +52,11 @@ def compare(config: Config) -> State[dict[str, Any]]:
 
     Raises `StageError` at the end if a run has failed.
     """
-    named = named_runs(config)
+    named, config = named_runs(asked), asked.config
     if config.comparison.sweep:
         refresh_and_check_stores(config, builds_dataset=config.data.folder is None)
         check_remote_stages(config)
-    swept = list(_run_sweep(config))
+    swept = list(_run_sweep(asked))
     folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
     failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
     if not folders:
@@ -75,9 +76,9 @@ def compare(config: Config) -> State[dict[str, Any]]:
     )
 
 
-def _run_sweep(config: Config) -> Iterator[Swept]:
+def _run_sweep(asked: Invocation) -> Iterator[Swept]:
     """Run all combinations, one after another."""
-    runs, log = runs_of(config), get_run_logger()
+    runs, log = runs_of(asked), get_run_logger()
     datasets = _earlier_datasets(runs)
     for number, run in enumerate(runs, 1):
         ready = _with_dataset(run, datasets)
@@ -139,7 +140,8 @@ def swept_run(config: Config) -> State[dict[str, str]]:
     retried. Returns the run folder.
     """
     run_dir = config.run.runs_dir / str(config.run.name)
-    if is_finished(run_dir) and read_run_config(run_dir).evaluation == config.evaluation:
+    evaluation = config.evaluation.model_dump(mode="json")
+    if is_finished(run_dir) and read_evaluation(run_dir).get("settings") == evaluation:
         name_flow_run(run_dir.name, f"run:{run_dir.name}")
         get_run_logger().info("Run %s is already finished", run_dir)
     else:

@@ -10,8 +10,8 @@ from prefect.client.schemas.objects import State
 
 from flows.parameters import form, settings
 from infini_model.config import Config
-from infini_model.config.locations import local_folder
-from infini_model.runtime.runs import dataset_here, latest_run, read_run_config
+from infini_model.runtime.claims import resume_config
+from infini_model.runtime.runs import latest_run
 from infini_model.runtime.stored_runs import refresh_runs
 from tasks import evaluate as stage
 from tasks.failures import report_failure
@@ -21,18 +21,16 @@ from tasks.train import attached
 
 
 def _as_trained(config: Config, run_dir: Path) -> Config:
-    """The run's own settings, with evaluation, dataset folder, devices and stages of `config`."""
-    trained = read_run_config(run_dir)
-    folder = config.data.folder or dataset_here(run_dir)
+    """The run's own settings, with devices, places and stages of `config`.
+
+    Of the evaluation, the tracking and the dataset folder, what was given in `config` is laid over
+    the run's own.
+    """
+    sections: Any = {"evaluation": True, "tracking": True, "data": {"folder"}}
+    given = config.model_dump(mode="json", exclude_unset=True, include=sections)
     places = {name: getattr(config.run, name) for name in ("output_dir", "store", "log_level")}
-    places["data_dir"] = local_folder(trained.run.data_dir, trained.run.data_store)
-    return trained.updated(
-        run=places,
-        data=config.data.updated(folder=folder),
-        launch=config.launch,
-        evaluation=config.evaluation,
-        stages=config.in_place.stages,
-    )
+    trained = resume_config(run_dir, [given])
+    return trained.updated(run=places, launch=config.launch, stages=config.in_place.stages)
 
 
 @form

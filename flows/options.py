@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from flows.presets import DEFAULT_PRESET, Invocation
 from flows.sweep import values_of
 from infini_model.config import Config, check_typed, merge, nested, parse_override
 from infini_model.config.explaining import NAMES, meant_by
-from infini_model.config.locations import is_url
+from infini_model.config.locations import expanded, is_url
 from infini_model.runtime.errors import ConfigError, UserError
 
 P = ParamSpec("P")
@@ -261,9 +262,9 @@ def _devices(given: Mapping[str, Any], command: str) -> Tree:
 
 
 def _data(given: Mapping[str, Any], command: str) -> Tree:
-    folder: str | None = given["data_dir"]
-    if folder is None:
+    if given["data_dir"] is None:
         return {}
+    folder = given["data_dir"] if is_url(given["data_dir"]) else str(expanded(given["data_dir"]))
     if command in ("train", "evaluate") or given["skip_preprocessing"]:
         return {"data": {"folder": folder}}
     if not is_url(folder):
@@ -299,7 +300,8 @@ def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[Tree]:
 def read(given: Mapping[str, Any], command: str) -> Invocation:
     """What a command line describes. Raises `ConfigError` in one line."""
     presets = given["preset"] or []
-    if not presets and given["config"] is None:
+    # What a run is evaluated with is its own, unless a preset is named.
+    if not presets and given["config"] is None and command != "evaluate":
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
     changes = [*_single_keys(given, command), _devices(given, command), _data(given, command)]
     words = list(given["overrides"] or ())
@@ -308,11 +310,13 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         changes.append(comparison)
     for word in words:
         if "=" not in word and ("*" in word or "/" in word) and command in ("run", "preprocess"):
-            advice = f"""documents are named by data.source.paths='["{word}"]'"""
+            advice = f"documents are named by data.source.paths={shlex.quote(word)}"
             raise ConfigError(f"{word}: settings are written section.key=value; {advice}")
     changes += [parse_override(text) for text in words]
     check_typed(changes)
     typed = functools.reduce(merge, changes, dict[str, Any]())
+    if isinstance(typed.get("run"), Mapping) and "preset" in typed["run"]:
+        raise ConfigError("run.preset: cannot be set; choose a preset with --preset NAME")
     asked = Invocation.of(presets, given["config"], typed)
     is_open = given["preset"] is None and given["config"] is None and not given["debug"]
     if is_open and command in ("run", "preprocess") and _is_own_text(asked.config, typed):
@@ -325,7 +329,7 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
     named = data.model_fields_set & {"source", "folder"}
     if command in ("run", "preprocess") and not (named or given["skip_preprocessing"]):
         raise ConfigError(
-            "data.source: missing; name a --preset, or documents: data.source.paths='[TEXTS/*.txt]'"
+            "data.source: missing; name a --preset, or documents: data.source.paths='TEXTS/*.txt'"
         )
     if given["skip_preprocessing"] and data.folder is None:
         newest = {"data": {"folder": run.datasets_store or str(run.datasets_dir)}}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from prefect.flows import Flow
@@ -20,7 +20,7 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import MISSING
 
-from flows.presets import DEFAULT_PRESET, configure, preset_choices
+from flows.presets import DEFAULT_PRESET, Invocation, preset_choices
 from flows.serving import engine
 from infini_model.config import Config, check_typed, load_config, merge, nested
 from infini_model.runtime.claims import resume_config
@@ -131,10 +131,15 @@ def settings_of(flow_name: str) -> list[str]:
     return [name for name, setting in SETTINGS.items() if flow_name in setting.flows]
 
 
-def resolve(
+def resolve(*given: Any, **named: Any) -> Config:
+    """The configuration of a flow's parameters. Raises as `invoked` does."""
+    return invoked(*given, **named).config
+
+
+def invoked(
     preset: str | None = DEFAULT_PRESET, advanced: Mapping[str, Any] | None = None, **named: Any
-) -> Config:
-    """The configuration of a flow's parameters; without a preset, over the library's defaults.
+) -> Invocation:
+    """What a flow's parameters ask for; without a preset, over the library's defaults.
 
     Raises `ConfigError` in one line if a value is invalid, or is given twice, or two exclude each
     other.
@@ -151,8 +156,9 @@ def resolve(
     changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
     check_typed(changes)
     if "resume" in given:
-        return _resumed(changes)
-    return configure([] if preset is None else [str(preset)], overrides=changes)
+        return Invocation({}, _resumed(changes))
+    typed = functools.reduce(merge, changes, dict[str, Any]())
+    return Invocation.of([] if preset is None else [str(preset)], None, typed)
 
 
 def _change(name: str, value: Any) -> Tree:
@@ -225,7 +231,7 @@ def _parameter(name: str, schema: Tree, description: str, key: str | None = None
     return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
 
 
-def _annotations(names: Iterable[str]) -> dict[str, Any]:
+def _annotations(flow_name: str) -> dict[str, Any]:
     presets: Tree = {"type": "string", "enum": preset_choices()}
     # The UI shows an object without properties as one JSON editor; `then` is checked all the same.
     # It has no type, so that null is accepted as it is for the other settings.
@@ -234,10 +240,13 @@ def _annotations(names: Iterable[str]) -> dict[str, Any]:
         "preset": _parameter(
             "preset",
             presets,
-            "Source of all settings left empty. `+stable` adds the settings that avoid NaN losses.",
+            "Laid over the settings of the run; empty for the run's own."
+            if flow_name in EVALUATE
+            else "Source of all settings left empty. `+stable` adds the settings that avoid NaN "
+            "losses.",
         )
     }
-    for name in names:
+    for name in settings_of(flow_name):
         key, _, own = SETTINGS[name]
         schema = _schema_at(key)
         description = schema.pop("description")
@@ -252,31 +261,34 @@ def _annotations(names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _signature(annotations: Mapping[str, Any], empty: Any) -> inspect.Signature:
+def _signature(flow_name: str, annotations: Mapping[str, Any], empty: Any) -> inspect.Signature:
     kind = inspect.Parameter.KEYWORD_ONLY
+    defaults = {} if flow_name in EVALUATE else {"preset": DEFAULT_PRESET}
     return inspect.Signature(
         [
-            inspect.Parameter(
-                name, kind, default=DEFAULT_PRESET if name == "preset" else empty, annotation=shown
-            )
+            inspect.Parameter(name, kind, default=defaults.get(name, empty), annotation=shown)
             for name, shown in annotations.items()
         ]
     )
 
 
-def settings(function: Callable[[Config], R]) -> Callable[..., R]:
+def settings(function: Callable[[Any], R]) -> Callable[..., R]:
     """Give a flow's function, which takes a `Config`, the parameters that `SETTINGS` lists for it.
 
-    They are `preset`, the settings that name the flow, and `advanced`.
+    They are `preset`, the settings that name the flow, and `advanced`. A function of `asked` takes
+    the whole `Invocation`.
     """
+    takes_all = "asked" in inspect.signature(function).parameters
 
     @functools.wraps(function)
     def flow_function(**parameters: Any) -> R:
         engine.mark_as_engine(flow_run.id)
-        return function(resolve(**parameters))
+        asked = invoked(**parameters)
+        return function(asked if takes_all else asked.config)
 
-    annotations = _annotations(settings_of(function.__name__))
-    flow_function.__signature__ = _signature(annotations, None)  # type: ignore[attr-defined]
+    name = function.__name__
+    annotations = _annotations(name)
+    flow_function.__signature__ = _signature(name, annotations, None)  # type: ignore[attr-defined]
     flow_function.__annotations__ = annotations
     return flow_function
 
@@ -289,5 +301,6 @@ def form(flow: Flow[..., R]) -> Flow[..., R]:
     """
     signature = inspect.signature(flow.fn)
     annotations = {name: found.annotation for name, found in signature.parameters.items()}
-    flow.__signature__ = _signature(annotations, MISSING)  # type: ignore[attr-defined]
+    shown = _signature(flow.name, annotations, MISSING)
+    flow.__signature__ = shown  # type: ignore[attr-defined]
     return flow

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, merge, parse_override, read_tree, validate
+from infini_model.config.locations import expanded
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import content_key
 
@@ -133,9 +134,7 @@ def _name_of(source: Mapping[str, Any]) -> str:
 
 def _absolute(path: str) -> str:
     """A path from the root; a URL or one below `{stdlib}` as it is."""
-    return (
-        path if "://" in path or path.startswith("{") else str(Path(path).expanduser().absolute())
-    )
+    return path if "://" in path or path.startswith("{") else str(expanded(path).absolute())
 
 
 def _over(tree: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:

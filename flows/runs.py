@@ -22,7 +22,7 @@ from flows.serving.connection import configured_url, served_mlflow, served_url, 
 from flows.serving.servers import own_server
 from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, merge, parse_override
-from infini_model.config.locations import is_url
+from infini_model.config.locations import expanded, is_url
 from infini_model.config.tree import RunConfig
 from infini_model.data.tokenizers.stated import TOKENIZER_FILE
 from infini_model.runtime.claims import resume_config
@@ -33,7 +33,6 @@ from infini_model.runtime.runs import (
     CHECKPOINTS,
     dataset_here,
     is_finished,
-    read_run_config,
     run_holder,
 )
 from infini_model.runtime.stored_runs import (
@@ -64,20 +63,20 @@ def find_run_folder(places: RunConfig, name: str | None) -> Path:
     Raises `UserError` if there is none.
     """
     refresh_runs(places.runs_dir, places.store)
-    run_dir = Path(name) if name and os.sep in name else places.runs_dir / (name or "latest")
+    run_dir = expanded(name) if name and os.sep in name else places.runs_dir / (name or "latest")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such run; infini runs lists them")
     return run_dir.resolve()
 
 
-def named_runs(config: Config) -> list[Path]:
+def named_runs(asked: Invocation) -> list[Path]:
     """The folders of `comparison.runs`.
 
     Raises `UserError` if one does not exist, or if there is nothing to compare; `ConfigError` if
     a setting of the sweep is wrong.
     """
-    sweep, named = runs_of(config), config.comparison.runs
-    found = [find_run_folder(config.run, name) for name in named]
+    sweep, named = runs_of(asked), asked.config.comparison.runs
+    found = [find_run_folder(asked.config.run, name) for name in named]
     if len(set(found)) < len(found):
         raise UserError("comparison.runs: names a run twice")
     if len(found) + len(sweep) < 2:
@@ -165,17 +164,18 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
     await_owner(run_dir, places.store)
     if holder := run_holder(run_dir):
         raise UserError(f"{run_dir} is in use by {holder}")
-    if is_finished(run_dir):
-        # Whatever of it is not in the store yet is copied on this occasion.
-        keep = read_run_config(run_dir).checkpoint.save_total_limit
-        with attach_unclaimed(run_dir, Holder.current(run_dir), places.store, keep):
-            return run_dir, None
     where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
     typed = [parse_override(text) for text in overrides]
     check_typed(typed)
     advanced = functools.reduce(merge, typed, {"run": where})
+    config = resume_config(run_dir, [advanced])
+    if is_finished(run_dir):
+        # Whatever of it is not in the store yet is copied on this occasion.
+        keep = config.checkpoint.save_total_limit
+        with attach_unclaimed(run_dir, Holder.current(run_dir), places.store, keep):
+            return run_dir, None
     parameters = {"preset": None, "resume": run_dir.name, "advanced": advanced}
-    return run_dir, Invocation(parameters, resume_config(run_dir, [advanced]))
+    return run_dir, Invocation(parameters, config)
 
 
 def _newest_resumable(places: RunConfig) -> Path:
@@ -296,7 +296,7 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
 
     if is_url(target):
         raise UserError(f"--to: got {target!r}: takes a folder of this machine")
-    folder = Path(target).expanduser().resolve()
+    folder = expanded(target).resolve()
     check_target(folder)
     run_dir = find_run_folder(places, name)
     refresh_run(run_dir, places.store, checkpoint=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infini_model.config import Config, merge, nested, parse_override, validate
+from flows.presets import Invocation, configure
+from infini_model.config import Config, nested, parse_override, read_typed
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import name_prefix
 
@@ -25,27 +25,34 @@ class Dimension(NamedTuple):
     values: list[Any]
 
 
-def values_of(text: str) -> list[Any]:
-    """The values of `KEY=VALUE,VALUE`, each read as YAML; empty if that is not its form.
+def values_of(text: str) -> list[str]:
+    """The values of `KEY=VALUE,VALUE`, as they were typed; empty if that is not its form.
 
     A comma within brackets or quotes belongs to a value.
     """
     import yaml
 
     _, equals, values = text.partition("=")
-    try:
-        return list(yaml.safe_load(f"[{values}]")) if equals else []
-    except yaml.YAMLError:
+    if not (equals and values):
         return []
+    try:
+        found: Any = yaml.compose(f"[{values}]", yaml.SafeLoader)
+    except yaml.YAMLError:  # Such as *.txt, which is text.
+        return values.split(",")
+    marks = [(each.start_mark.index, each.end_mark.index) for each in found.value]
+    return [values[begin - 1 : end - 1] for begin, end in marks]
 
 
-def runs_of(config: Config) -> list[Config]:
+def runs_of(asked: Invocation) -> list[Config]:
     """The settings of each run of `comparison.sweep`, with its name; empty without a sweep.
 
-    The values of the first key vary slowest. Names begin with `run.name` if it is set.
+    Each is what `infini run` makes of the same preset, typed settings and values; runs of the same
+    settings are one. The values of the first key vary slowest. Names begin with `run.name` if it is
+    set.
 
     Raises `ConfigError` in one line that names the key.
     """
+    config = asked.config
     if not config.comparison.sweep:
         return []
     if config.launch.num_nodes > 1:
@@ -54,35 +61,36 @@ def runs_of(config: Config) -> list[Config]:
     keys = [key for key, _ in dimensions]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ConfigError(f"{twice}: is given twice; give all its values at once")
-    base = merge(config.model_dump(mode="json"), {"comparison": {"runs": [], "sweep": []}})
-    combinations = list(itertools.product(*(values for _, values in dimensions)))
+    runs, combinations = list[Config](), list[Sequence[Any]]()
+    for values in itertools.product(*(values for _, values in dimensions)):
+        run = _variant(asked, dict(zip(keys, values, strict=True)))
+        if run not in runs:
+            runs.append(run)
+            combinations.append(values)
     names = _names(config.run.name or name_prefix(config), keys, combinations)
-    return [
-        _variant(base, dict(zip(keys, values, strict=True)), name)
-        for values, name in zip(combinations, names, strict=True)
-    ]
+    return [run.updated(run={"name": name}) for run, name in zip(runs, names, strict=True)]
 
 
 def _dimension(text: str) -> Dimension:
     """A dimension of the sweep. Raises `ConfigError` if the text is not of that form."""
     key, equals, given = text.partition("=")
     parse_override(f"{key}{equals}")  # Says what is wrong with its form.
-    values = values_of(text)
+    values = [read_typed(key, value) for value in values_of(text)]
     if not values:
         raise ConfigError(f"{key}: got {given!r}: takes values with commas between them")
-    shown = [json.dumps(value, default=str, sort_keys=True) for value in values]
-    if twice := next((each for each in shown if shown.count(each) > 1), None):
-        raise ConfigError(f"{key}: {twice} is given twice")
     return Dimension(key, values)
 
 
-def _variant(base: dict[str, Any], values: dict[str, Any], name: str) -> Config:
-    """The settings with these values, and the name of the run."""
-    config = validate(functools.reduce(merge, itertools.starmap(nested, values.items()), base))
+def _variant(asked: Invocation, values: dict[str, Any]) -> Config:
+    """The settings of a run with these values."""
+    preset, advanced = asked.parameters["preset"], asked.parameters["advanced"] or {}
+    changes = [advanced, *itertools.starmap(nested, values.items())]
+    changes += [nested("comparison", {"runs": [], "sweep": []})]
+    config = configure([] if preset is None else [preset], overrides=changes)
     for key in values:
         if key.partition(".")[0] in SHARED_SECTIONS and key != SEED:
             raise ConfigError(f"{key}: cannot be swept; it is the same for all runs of a sweep")
-    return config.updated(run={"name": name})
+    return config
 
 
 def _names(prefix: str, keys: Sequence[str], combinations: Sequence[Sequence[Any]]) -> list[str]:

@@ -82,6 +82,7 @@ class ComparedRun(NamedTuple):
             raise DataError(f"{run_dir}: is damaged ({error})") from error
         status = read_status(run_dir)
         evaluated = evaluation.get("step")
+        settings = evaluation.get("settings") or config.evaluation.model_dump()
         is_done = status.state == "finished" and VALIDATION_LOSS in evaluation.get("metrics", {})
         progress = f"{status.state} at step {status.step:,}"
         if status.total is not None:
@@ -103,7 +104,7 @@ class ComparedRun(NamedTuple):
             "objective": config.training.objective,
             "context length": f"{config.packing.context_length:,}",
             "way of packing": config.packing.mode,
-            "number of scored windows": str(config.evaluation.max_windows or "all"),
+            "number of scored windows": str(settings["max_windows"] or "all"),
             "number of training tokens": f"{results.get('tokens', 0):,}",
         }
         return cls(

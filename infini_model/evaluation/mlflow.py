@@ -22,7 +22,6 @@ from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, INDEX
-from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, lock, sha256
 from infini_model.training.checkpoint import read_state
@@ -55,7 +54,7 @@ def log_evaluation(
         from mlflow.entities import Metric
 
         sink = MlflowExporter(run_dir, config, None)
-        sink.export(read_metrics(run_dir))
+        sink.export([])
         is_finished = result.step >= result.last_step
         if is_finished:
             sink.correct_status("FINISHED")

@@ -106,9 +106,9 @@ def evaluate_run(
         titled = [(tasks[name].title, found) for name, found in results.items()]
         text = _text(context, titled, curves, lines)
         write_pages(text, run_dir.name, result.report, result.html, result.plots)
-        record_evaluation(
-            run_dir, result.step, result.dataset_key, result.metrics, result.intervals
-        )
+        measured = (result.dataset_key, result.metrics, result.intervals)
+        settings = config.evaluation.model_dump(mode="json")
+        record_evaluation(run_dir, result.step, *measured, settings)
     return result
 
 

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,10 +194,16 @@ def _numbered_folders(runs_dir: Path, prefix: str) -> list[Path]:
 def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
     named = config.updated(run={"name": run_dir.name})
     with atomic_file(run_dir / "config.yaml") as temporary:
-        temporary.write_text(dump_config(named), encoding="utf-8")
+        temporary.write_text(f"# {_version()}\n{dump_config(named)}", encoding="utf-8")
     dataset, steps = dataset_dir.resolve(), config.training.max_steps
     record = RunRecord(dataset=dataset, dataset_key=dataset_key, max_steps=steps)
     write_record(run_dir / RUN, record)
+
+
+def _version() -> str:
+    with contextlib.suppress(PackageNotFoundError):
+        return f"infini-llama {version('infini-llama')}"
+    return "infini-llama, of a checkout that is not installed"
 
 
 def _check_claim(run_dir: Path, request: _Request) -> None:

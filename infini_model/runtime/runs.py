@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, read_tree, validate
+from infini_model.config import Config, read_recorded, validate
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
 from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
@@ -88,23 +88,31 @@ def record_evaluation(
     dataset_key: str,
     metrics: Mapping[str, float],
     intervals: Mapping[str, tuple[float, float]] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Record that the checkpoint of `step` has been evaluated; call after writing the report.
 
-    `intervals` are those of 95% that some of the metrics have, low and high.
+    `intervals` are those of 95% that some of the metrics have, low and high; `settings` the section
+    `evaluation` as JSON.
     """
     record = {"step": step, "dataset_key": dataset_key, "metrics": dict(metrics)}
-    write_json(run_dir / EVALUATION, record | {"intervals": dict(intervals or {})})
+    record |= {"intervals": dict(intervals or {}), "settings": dict(settings or {})}
+    write_json(run_dir / EVALUATION, record)
+
+
+def read_evaluation(run_dir: Path) -> dict[str, Any]:
+    """What `record_evaluation` wrote last; empty if there is nothing, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((run_dir / EVALUATION).read_text(encoding="utf-8")))
+    return {}
 
 
 def is_finished(run_dir: Path) -> bool:
     """Whether the run has reached its last step and has been evaluated there."""
-    try:
-        evaluated = json.loads((run_dir / EVALUATION).read_text(encoding="utf-8"))["step"]
+    with contextlib.suppress(DataError, ValueError, KeyError, TypeError):
         last = read_run(run_dir).max_steps
-        return last is not None and int(evaluated) >= last
-    except (OSError, DataError, ValueError, KeyError, TypeError):
-        return False
+        return last is not None and int(read_evaluation(run_dir)["step"]) >= last
+    return False
 
 
 def read_run_config(run_dir: Path) -> Config:
@@ -116,11 +124,14 @@ def read_run_config(run_dir: Path) -> Config:
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
-    """`config.yaml` of a run. Raises `DataError` if `run_dir` is not a run folder."""
+    """`config.yaml` of a run, as `read_recorded` reads it.
+
+    Raises `DataError` if `run_dir` is not a run folder.
+    """
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise DataError(f"{run_dir}: not a run folder (it has no config.yaml)")
-    return read_tree(path)
+    return read_recorded(path)
 
 
 def name_prefix(config: Config) -> str:

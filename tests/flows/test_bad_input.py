@@ -15,7 +15,7 @@ from commands import Environment, infini, infini_here, run, tiny, write_settings
     ("words", "named"),
     [
         ("run model.layers=2", "model.layers: unknown key"),
-        ("preprocess texts/*.txt", """data.source.paths='["texts/*.txt"]'"""),
+        ("preprocess texts/*.txt", "data.source.paths='texts/*.txt'"),
         ("run --max-steps many", "'--max-steps'"),
         ("run --no-such-option", "--no-such-option: unknown option"),
         ("run --steps 3", "--steps: unknown option; did you mean --max-steps?"),

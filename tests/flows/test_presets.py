@@ -1,13 +1,14 @@
 """The presets, alone and combined, `stable` over any settings, and the runs of a sweep."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
-from flows.presets import configure, preset_choices, preset_names, remedy_names
+from flows.presets import Invocation, configure, preset_choices, preset_names, remedy_names
 from flows.sweep import runs_of
-from infini_model.config import Config, dump_config, load_config
+from infini_model.config import Config, dump_config, load_config, merge, parse_override
 from infini_model.runtime.errors import ConfigError
 
 PRESETS = Path(__file__).resolve().parents[2] / "deployments" / "presets"
@@ -133,9 +134,10 @@ def test_a_preset_that_is_unknown_is_told_those_there_are(unknown: str) -> None:
         configure([unknown])
 
 
-def swept(*texts: str, overrides: tuple[str, ...] = ()) -> list[Config]:
+def swept(*texts: str, overrides: tuple[str, ...] = (), preset: str = "debug") -> list[Config]:
     sweep = {"comparison": {"sweep": [*texts]}}
-    return runs_of(configure(["debug"], overrides=[*overrides, sweep]))
+    typed = functools.reduce(merge, [*map(parse_override, overrides), sweep])
+    return runs_of(Invocation.of([preset], None, typed))
 
 
 def test_a_sweep_runs_all_combinations_and_the_first_key_varies_slowest() -> None:
@@ -150,6 +152,35 @@ def test_a_sweep_runs_all_combinations_and_the_first_key_varies_slowest() -> Non
     named = alone.run.model_copy(update={"name": "debug-memory-residual-seed-1"})
     assert runs[1] == alone.model_copy(update={"run": named})
     assert [run.training.max_steps for run in swept("training.epochs=1,2")] == [None, None]
+
+
+def test_a_run_of_a_sweep_is_what_the_command_run_makes_of_the_same_settings() -> None:
+    """With the defaults that an objective has of its own, which a preset or a value brings."""
+    overrides = ("model.memory=linear", "packing.context_length=256")
+    for preset, typed, sweep in (
+        ("debug", overrides, "training.objective=causal,block_diffusion"),
+        ("diffusion-quickstart", (), "training.objective=masked_diffusion,causal"),
+        ("diffusion-quickstart", (), "packing.context_length=128,512"),
+    ):
+        runs = swept(sweep, overrides=typed, preset=preset)
+        key, _, values = sweep.partition("=")
+        for run, value in zip(runs, values.split(","), strict=True):
+            alone = configure([preset], overrides=[*typed, f"{key}={value}"])
+            assert run.updated(run={"name": None}) == alone
+
+
+def test_runs_of_the_same_settings_are_one() -> None:
+    runs = swept("training.learning_rate=1e-3,0.001,2e-3", "run.seed=0,1,0")
+    assert [run.run.name for run in runs] == [
+        f"debug-learning_rate-{rate}-seed-{seed}" for rate in ("1e-3", "2e-3") for seed in (0, 1)
+    ]
+
+
+def test_values_of_a_text_setting_stay_as_they_were_typed() -> None:
+    runs = swept("data.source.separator=---,'a,b',no", "data.source.paths=*.txt,*.md")
+    sources = [run.data.source for run in runs[::2]]
+    assert [source.separator for source in sources] == ["---", "a,b", "no"]
+    assert [run.data.source.paths for run in runs[:2]] == [["*.txt"], ["*.md"]]
 
 
 def test_runs_of_a_sweep_that_differ_in_what_a_name_cannot_contain_are_numbered() -> None:
@@ -173,7 +204,6 @@ def test_brackets_and_quotes_keep_a_value_with_commas_together() -> None:
         (["training.warmup_step=1,2"], "training.warmup_step: unknown key; did you mean"),
         (["comparison.runs=[a],[b]"], "comparison.runs: cannot be swept"),
         (["run.name=a,b"], "run.name: cannot be swept"),
-        (["run.seed=0,1,0"], "run.seed: 0 is given twice"),
         (["run.seed=1,2", "run.seed=3"], "run.seed: is given twice"),
     ],
 )

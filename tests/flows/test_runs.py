@@ -217,7 +217,11 @@ def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
     with pytest.raises(UserError, match=f"infini resume {run_dir.name} evaluates the trained one"):
         runs.to_resume(places, [])
     record_evaluation(run_dir, config.training.max_steps, "k1", {})
-    assert runs.to_resume(places, [run_dir.name]) == (run_dir, None)
+    assert runs.to_resume(places, [run_dir.name, "launch.gpus=cpu"]) == (run_dir, None)
+    for override in ("training.max_steps=40", "training.max_step=40"):
+        told = r"different settings \(training.max_steps|unknown key"
+        with pytest.raises(UserError, match=told):
+            runs.to_resume(places, [run_dir.name, override])
     for asked, told in (
         (lambda: runs.to_resume(places, ["launch.gpus=cpu"]), "there is no interrupted run"),
         (lambda: runs.cancel(run_dir), "is not running"),

@@ -1,5 +1,6 @@
 """Run folders: what they record, who holds one, which is resumed and with which settings."""
 
+import json
 import os
 import signal
 import threading
@@ -9,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
-from infini_model.config import Config, load_config
+from flows.parameters import resolve
+from infini_model.config import Config, load_config, merge
 from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.runs import (
+    RUN,
     find_run,
     is_finished,
     is_started,
@@ -221,6 +225,31 @@ def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> N
             read_again()
 
 
+def test_what_another_version_has_recorded_is_read_where_it_does_not_decide_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = claim(config_of(tmp_path))
+    file, record = run_dir / "config.yaml", run_dir / RUN
+    text = file.read_text()
+    assert text.startswith("# infini-llama ")
+    own = resume_config(run_dir)
+    tree = yaml.safe_load(text)
+    tree["launch"]["gone"], tree["data"]["source"]["old"], tree["before"] = 1, "a", {"a": 1}
+    file.write_text(yaml.safe_dump(tree))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"since": 2}))
+    for _ in range(2):
+        assert resume_config(run_dir) == own
+    first, second = (line.message.partition(": unknown here")[0] for line in caplog.records)
+    assert (first, second) == (
+        f"{file}: data.source.old, launch.gone, before",
+        f"{record}: since",
+    )
+    for section, value in (("model", 1), ("training", 2)):
+        file.write_text(yaml.safe_dump(tree | {section: tree[section] | {"gone": value}}))
+        with pytest.raises(ConfigError, match=rf"^{file}: {section}\.gone: unknown key"):
+            resume_config(run_dir)
+
+
 def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +266,27 @@ def test_the_datasets_folder_of_another_machine_becomes_that_of_this_one(
     assert resume_config(chosen).run.datasets_dir == Path("/ssd")
     other = resume_config(run_dir, ["run.data_dir=elsewhere"])
     assert other.run.datasets_dir == Path("elsewhere")
+
+
+def test_a_run_is_evaluated_with_its_own_settings_and_what_was_asked_for(tmp_path: Path) -> None:
+    own = ("evaluation.max_windows=77", "evaluation.tasks=[loss]", "data.name=own")
+    run_dir = claim(config_of(tmp_path, *own))
+    for asked, expected in (
+        ({}, own),
+        (
+            {"windows": 5, "tasks": ["sample"]},
+            ("evaluation.max_windows=5", "evaluation.tasks=sample"),
+        ),
+        ({"preset": "arxiv"}, ("evaluation.max_windows=64", "evaluation.tasks=[loss]")),
+        ({"advanced": {"tracking": {"mlflow": False}}}, (*own, "tracking.mlflow=false")),
+    ):
+        places = {"run": {"output_dir": str(tmp_path)}}
+        advanced = merge(places, asked.pop("advanced", {}))
+        given = resolve(**({"preset": None, "advanced": advanced} | asked))
+        meant, found = config_of(tmp_path, *own[2:], *expected), _as_trained(given, run_dir)
+        assert found.evaluation == meant.evaluation
+        assert found.tracking == meant.tracking
+        assert found.data.updated(folder=None) == meant.data
 
 
 def test_a_dataset_that_is_not_here_is_found_by_its_address(tmp_path: Path) -> None:

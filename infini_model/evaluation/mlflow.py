@@ -25,7 +25,12 @@ from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, lock, sha256
 from infini_model.training.checkpoint import read_state
-from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
+from infini_model.training.mlflow_record import (
+    DIGEST_LENGTH,
+    MlflowExporter,
+    error_summary,
+    flatten,
+)
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -63,11 +68,12 @@ def log_evaluation(
                 is_training = not is_free
             if not is_training:
                 sink.correct_status("KILLED")
+        target = _record_of(sink, config, result)
         for file in (result.report, result.html, *result.plots):
             folder = file.relative_to(run_dir).parent.as_posix()
-            sink.client.log_artifact(sink.run_id, str(file), None if folder == "." else folder)
+            sink.client.log_artifact(target, str(file), None if folder == "." else folder)
         model = None
-        if is_finished and config.tracking.log_model:
+        if is_finished and config.tracking.log_model and target == sink.run_id:
             model = log_model(sink, dataset_dir, config, result)
         # Of the evaluated step, on the dataset, and of the logged model if there is one.
         now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]
@@ -79,7 +85,9 @@ def log_evaluation(
             digest,
         )
         metrics = [Metric(name, value, *about) for name, value in result.metrics.items()]
-        sink.client.log_batch(sink.run_id, metrics=metrics)
+        sink.client.log_batch(target, metrics=metrics)
+        if target != sink.run_id:
+            sink.client.set_terminated(target, "FINISHED")
         if model is not None and config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)
     except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
@@ -88,6 +96,26 @@ def log_evaluation(
         )
         return False
     return True
+
+
+def _record_of(sink: MlflowExporter, config: Config, result: EvaluationResult) -> str:
+    """The id of the run's record; of a new one below it for other scores of the same step."""
+    from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+    run = sink.client.get_run(sink.run_id)
+    known = {
+        each.key: each.value for each in run.data.to_proto().metrics if each.step == result.step
+    }
+    if all(known.get(name, value) == value for name, value in result.metrics.items()):
+        return sink.run_id
+    below = sink.client.create_run(
+        run.info.experiment_id,
+        run_name=f"{run.info.run_name} evaluation",
+        tags={MLFLOW_PARENT_RUN_ID: sink.run_id},
+    )
+    for name, value in flatten(config.evaluation.model_dump(mode="json"), "evaluation."):
+        sink.client.log_param(below.info.run_id, name, value)
+    return str(below.info.run_id)
 
 
 def log_model(

@@ -95,10 +95,11 @@ def error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:160]}"
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The leaves of a tree of settings by their keys, as MLflow's parameters."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
 
@@ -235,7 +236,7 @@ class MlflowExporter:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
         from mlflow.utils import chunk_list
 
-        settings = _flatten(self._config.model_dump(mode="json"))
+        settings = flatten(self._config.model_dump(mode="json"))
         params = [Param(k, v[:6000]) for k, v in settings if k not in run.data.params]
         for batch in chunk_list(params, PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, params=batch)

@@ -165,6 +165,20 @@ def test_a_model_is_logged_once_with_its_scores(made, again):
     assert len(client(config.tracking_uri).search_model_versions("name = 'once'")) == 1
 
 
+def test_a_second_evaluation_of_a_step_stands_below_the_first(made, again):
+    mlflow = client(made[0].tracking_uri)
+    for loss in (2.0, 2.0, 3.0):
+        run_dir = again("twice", loss=loss, log_model=False)
+    run, name = in_mlflow(run_dir), "evaluation/validation_loss"
+    history = mlflow.get_metric_history(run.info.run_id, name)
+    assert {(metric.step, metric.value) for metric in history} == {(40, 2.0)}
+    parent = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    (below,) = mlflow.search_runs([run.info.experiment_id], parent)
+    assert (below.data.metrics, below.info.status) == ({name: 3.0}, "FINISHED")
+    assert below.data.params["evaluation.tasks"] == "['loss']"
+    assert "report.md" in {file.path for file in mlflow.list_artifacts(below.info.run_id)}
+
+
 def test_the_version_with_the_lowest_loss_is_the_best(made, again):
     best, mlflow = [], client(made[0].tracking_uri)
     for name, loss in (("a", 2.0), ("b", 3.0), ("c", 1.5), ("a", 1.0)):

@@ -103,9 +103,8 @@ def test_a_command_parses_and_its_settings_load(
         words = [word for word in given.get("arguments") or () if "=" in word]
         load_config(overrides=words)
         return
-    for key in ("config", "data_dir", "output_dir", "tensorboard_dir"):
-        given[key] = given[key] and Path(given[key])
     if given["config"]:
+        given["config"] = Path(given["config"])
         given["config"].write_text("data: {source: {paths: [/texts/*.txt]}}")
     assert read(given, name)
 

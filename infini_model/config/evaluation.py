@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat
 
 from infini_model.config.locations import FilePath
-from infini_model.config.section import NonEmptyList, Section
+from infini_model.config.section import MOST, NonEmptyList, NonNegativeInt, PositiveInt, Section
 
-AtLeastTwo = Annotated[int, Field(ge=2)]
+AtLeastTwo = Annotated[int, Field(ge=2, le=MOST)]
 Percent = Annotated[float, Field(ge=0.0, le=100.0)]
 EvaluationTaskName = Literal[
     "loss",

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer
 
-from infini_model.config.section import NonEmpty, Section
+from infini_model.config.section import NonEmpty, NonNegativeInt, PositiveInt, Section
+
+Width = Annotated[int, Field(gt=0, le=1 << 20)]
 
 
 class RopeScaling(Section):
@@ -75,21 +70,21 @@ class ModelConfig(Section):
     ignore_tokenizer: bool = False
     """Whether initial_weights may be trained on a dataset whose tokenizer gives other ids than
     theirs."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Annotated[int, Field(gt=0, le=1 << 24)] | None = None
     """Vocabulary size; null (default) uses the tokenizer's."""
-    hidden_size: PositiveInt = 128
+    hidden_size: Width = 128
     """Width of the residual stream."""
-    num_hidden_layers: PositiveInt = 2
+    num_hidden_layers: Annotated[int, Field(gt=0, le=1 << 12)] = 2
     """Number of decoder layers."""
-    num_attention_heads: PositiveInt = 4
+    num_attention_heads: Width = 4
     """Query heads per layer."""
-    num_key_value_heads: PositiveInt | None = None
+    num_key_value_heads: Width | None = None
     """Key-value heads per layer; null (default) is one per query head."""
-    head_dim: PositiveInt = Field(
+    head_dim: Width = Field(
         default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
     )
     """Width of a head; the default is hidden_size / num_attention_heads."""
-    intermediate_size: PositiveInt = 384
+    intermediate_size: Width = 384
     """Width of the SwiGLU feed-forward layer."""
     rope_theta: PositiveFloat = 10_000.0
     """Base period of the rotary embedding."""

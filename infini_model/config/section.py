@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar
@@ -24,8 +25,11 @@ from pydantic_core import CoreSchema
 
 T = TypeVar("T")
 
+# More than anyone counts, and few enough for 64-bit integers, their products with sizes, and dates.
+MOST = 10**9
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 NonEmpty = Annotated[str, Field(min_length=1)]
 NonEmptyList = Annotated[list[T], Field(min_length=1)]
 
@@ -110,3 +114,7 @@ def takes(
         return value
 
     return when(check)
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+Name = Annotated[str, takes("letters and digits, after the first one also . _ -", NAME.fullmatch)]

@@ -7,17 +7,18 @@ torch, so that a worker or the UI loads the tree quickly.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
 from infini_model.config.locations import SplitFolder, StoreAddress, is_store, working_folder
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.section import Name, Section
+from infini_model.config.section import Name, Section, takes
 from infini_model.config.training import (
     CheckpointConfig,
     LaunchConfig,
@@ -35,6 +36,9 @@ DECIDE_WEIGHTS = {
 }
 # The value of `data.tokenizer.spec` that stands for the tokenizer of `model.initial_weights`.
 MODEL_SPEC = "model"
+Deployment = Annotated[str, takes("NAME or FLOW/NAME", re.compile(r"[^/]+(/[^/]+)?").fullmatch)]
+# Prefect takes no more.
+Retries = Annotated[int, Field(ge=0, le=50)]
 
 
 class TrackingConfig(Section):
@@ -69,7 +73,7 @@ class TrackingConfig(Section):
 class StageConfig(Section):
     """Retries and timeout of a Prefect task."""
 
-    retries: NonNegativeInt = 2
+    retries: Retries = 2
     """Retries after a failure."""
     retry_delay_seconds: NonNegativeFloat = 2.0
     """Seconds before the first retry; doubled for each further one, with jitter."""
@@ -81,19 +85,19 @@ class StageConfig(Section):
 class FetchStageConfig(StageConfig):
     """The same for a stage that fetches over the network."""
 
-    retries: NonNegativeInt = 4
+    retries: Retries = 4
 
 
 class CleanStageConfig(StageConfig):
     """The same for the cleaning, which is not worth a retry."""
 
-    retries: NonNegativeInt = 0
+    retries: Retries = 0
 
 
 class FlowStageConfig(StageConfig):
     """The same for a stage with a flow of its own, which a worker elsewhere can run."""
 
-    deployment: Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)?$")] | None = None
+    deployment: Deployment | None = None
     """Deployment of the stage's flow, NAME or FLOW/NAME: the pipeline and a sweep run the stage as
     a flow run of it, in its work pool; null (default) runs it in place."""
 
@@ -146,7 +150,7 @@ class RunConfig(Section):
     a working copy."""
     data_store: StoreAddress | None = None
     """Address for datasets; null (default) is datasets/ in store."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
     """Seed of the initial weights, the window order, what an objective draws, and samples."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of messages to print."""

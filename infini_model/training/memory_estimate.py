@@ -2,8 +2,9 @@
 
 The weights, gradients and moments are counted, from the model itself on the meta device. What a
 step takes besides is a formula, which `benchmarks.memory_estimate` compares with what PyTorch's
-MemTracker counts. A training is refused only if the first alone do not fit. If both together do
-not, there is only a warning: a training that runs out of memory divides its micro-batches.
+MemTracker counts. A training is refused only if the first alone do not fit, or if both together
+are many times what there is. If both just do not fit, there is only a warning: a training that runs
+out of memory divides its micro-batches.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CONTEXT = GIB // 2
 # Settings are recommended if they fit into this share of the memory: the rest is for fragmentation
 # and for errors of the estimate.
 KEPT = 0.9
+# No division of micro-batches helps a training that needs so many times the memory.
+HOPELESS = 10.0
 # GPUs that may be recommended.
 GPU_COUNTS = tuple(2**power for power in range(1, 11))
 SMALLER = "a smaller model or packing.context_length needs less"
@@ -248,12 +251,13 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
 
     Warns where that is probably more than the machine has. `is_pretrained` says whether its weights
     are given, so that LoRA could take its place. Raises `ConfigError`, with settings that would
-    fit, where it is certainly more and `launch.force` is false.
+    fit, where it is certainly more, or `HOPELESS` times as much, and `launch.force` is false.
     """
     need = Need.of(config, machine)
     certain = replace(need, process=replace(need.process, activations=0))
     remedy = functools.partial(advice, config, machine, is_pretrained=is_pretrained)
-    if not config.launch.force and (lack := certain.shortage(qualifier="at least")):
+    lack = certain.shortage(qualifier="at least") or need.shortage(HOPELESS)
+    if lack and not config.launch.force:
         raise ConfigError(
             f"not enough memory: {lack}; {remedy()}; launch.force=true runs it anyway"
         )
@@ -295,7 +299,8 @@ def _changes(config: Config, machine: Machine) -> Iterator[dict[str, dict[str, A
     shards = {"strategy": "fsdp"} if machine.processes > 1 else {}
     recomputes = {} if config.launch.gradient_checkpointing else {"gradient_checkpointing": True}
     batch, steps = config.training.batch_size, config.training.gradient_accumulation_steps
-    for divisor in (n for n in range(1, batch + 1) if batch % n == 0):
+    small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+    for divisor in sorted({*small, *(batch // n for n in small)}):
         smaller = {"batch_size": batch // divisor, "gradient_accumulation_steps": steps * divisor}
         for launch in ({}, shards, recomputes, shards | recomputes):
             yield {"launch": launch, "training": smaller if divisor > 1 else {}}

@@ -1,6 +1,7 @@
 """What a training needs, beside what a step allocates; what cannot fit is refused, with advice."""
 
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -71,12 +72,22 @@ def test_what_is_certain_not_to_fit_is_refused_with_settings_that_would() -> Non
         check_memory(known("quickstart"), small)
 
 
+@pytest.mark.parametrize("batch", [10**9, 999_999_937])
+def test_a_batch_of_many_times_the_memory_is_refused_with_one_that_fits(batch: int) -> None:
+    config = known("quickstart", f"training.batch_size={batch}")
+    with pytest.raises(ConfigError, match="not enough memory: the training needs about") as caught:
+        check_memory(config, DESKTOP)
+    (words,) = re.findall(r"available; (.*) would need", str(caught.value))
+    assert not Need.of(applied(config, words), DESKTOP).shortage()
+    check_memory(applied(config, "launch.force=true"), DESKTOP)
+
+
 def test_what_may_not_fit_is_a_warning_and_its_advice_keeps_the_global_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shape = ("model.hidden_size=768", "model.intermediate_size=3072", "model.num_hidden_layers=20")
     for overrides, machine in (
-        (["training.batch_size=48", "launch.processes=2"], replace(DESKTOP, processes=2, local=2)),
+        (["training.batch_size=6", "launch.processes=2"], replace(DESKTOP, processes=2, local=2)),
         (["training.batch_size=6", "model.num_hidden_layers=30"], DESKTOP),
     ):
         config = known("arxiv", *shape, *overrides)

@@ -29,6 +29,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilter,
     TaskRunFilterState,
     TaskRunFilterStateType,
+    TaskRunFilterSubFlowRuns,
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, StateType
 from prefect.context import FlowRunContext, TaskRunContext
@@ -68,17 +69,11 @@ class _Watch(threading.Thread):
         super().__init__(name="flow run state", daemon=True)
         # Those of this process, a parent before its subflow.
         self.flow_runs = [flow_run]
+        # The parent is looked up once the API answers.
+        self._parent_task = flow_run.parent_task_run_id
         self._parent_elsewhere: UUID | None = None
         self._closed = threading.Event()
         self._found: StateChangedError | None = None
-        if flow_run.parent_task_run_id is None:
-            return
-        with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-            parent = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
-            if parent is not None and flow_run.deployment_id is not None:
-                self._parent_elsewhere = parent
-            elif parent is not None:
-                self.flow_runs.insert(0, client.read_flow_run(parent))
 
     def run(self) -> None:
         with get_client(sync_client=True) as client:
@@ -100,6 +95,8 @@ class _Watch(threading.Thread):
         return None
 
     def _change(self, client: SyncPrefectClient) -> StateChangedError | None:
+        if self._parent_task is not None:
+            self._find_parent(client, self._parent_task)
         if self._parent_elsewhere is not None:
             _cancel_with_parent(client, self._parent_elsewhere, self.flow_runs[-1])
         for flow_run in self.flow_runs:
@@ -117,6 +114,16 @@ class _Watch(threading.Thread):
                 continue
             return StateChangedError(flow_run, state)
         return None
+
+    def _find_parent(self, client: SyncPrefectClient, parent_task: UUID) -> None:
+        flow_run = self.flow_runs[-1]
+        with contextlib.suppress(ObjectNotFound):  # deleted, or the answer of a proxy
+            parent = client.read_task_run(parent_task).flow_run_id
+            if parent is not None and flow_run.deployment_id is not None:
+                self._parent_elsewhere = parent
+            elif parent is not None:
+                self.flow_runs.insert(0, client.read_flow_run(parent))
+            self._parent_task = None
 
 
 def _cancel_with_parent(client: SyncPrefectClient, parent_id: UUID, subflow: FlowRun) -> None:
@@ -206,7 +213,8 @@ def _final_state(client: SyncPrefectClient, flow_run: FlowRun, saved: str) -> St
         return None
     if now.is_paused():
         resume = "Resume" if flow_run.deployment_id else "infini resume"
-        message = "; ".join(filter(None, ["Suspended", saved, f"{resume} continues from there"]))
+        after = "continues from there" if saved else "runs the stage again"
+        message = "; ".join(filter(None, ["Suspended", saved, f"{resume} {after}"]))
         # The UI suspends for five minutes by default, after which Prefect would fail the run.
         now = client.set_flow_run_state(flow_run.id, Suspended(message=message), force=True).state
     # The worker does not wait longer than 30 seconds for what is being saved.
@@ -237,11 +245,25 @@ def end(
     client.set_flow_run_state(flow_run.id, state, force=True)
 
 
+def end_earlier_tasks() -> None:
+    """End the tasks of earlier engines of the current flow run, such as one that was suspended."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or context.flow_run.run_count <= 1:
+        return
+    with warn_on_error("end of earlier tasks"), get_client(sync_client=True) as client:
+        end_tasks(client, context.flow_run, Cancelled(message="A later attempt takes its place"))
+
+
 def end_tasks(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> None:
-    """Set the task runs of a flow run that have no final state to one like `state`."""
+    """Set the task runs of a flow run that have no final state to one like `state`.
+
+    One that stands for a subflow has the state of that.
+    """
     of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
     kinds = TaskRunFilterStateType(any_=[*(set(StateType) - TERMINAL_STATES)])
-    unfinished = TaskRunFilter(state=TaskRunFilterState(type=kinds))
+    unfinished = TaskRunFilter(
+        state=TaskRunFilterState(type=kinds), subflow_runs=TaskRunFilterSubFlowRuns(exists_=False)
+    )
     for task_run in client.read_task_runs(flow_run_filter=of_run, task_run_filter=unfinished):
         client.set_task_run_state(task_run.id, like(state), force=True)
 

@@ -84,10 +84,7 @@ def _run_sweep(asked: Invocation) -> Iterator[Swept]:
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
         log.info("Run %d of %d: %s", number, len(runs), name)
-        # Prefect gives a finished subflow its first name again when its parent is retried.
-        named = swept_run.with_options(flow_run_name=f"{swept_run.name} {name}")
-        whole = ready.model_dump(mode="json")
-        state = named(preset=None, advanced=whole, return_state=True)
+        state = swept_run(preset=None, advanced=ready.model_dump(mode="json"), return_state=True)
         if state.is_completed():
             yield Swept(name, Path(state.result()["run_dir"]), "")
             continue

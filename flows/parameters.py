@@ -26,6 +26,8 @@ from infini_model.config import Config, check_typed, load_config, merge, nested
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored_runs import refresh_runs
+from tasks.control import end_earlier_tasks
+from tasks.flow_run import unwrapped
 
 R = TypeVar("R")
 Tree = dict[str, Any]
@@ -144,15 +146,16 @@ def invoked(
     Raises `ConfigError` in one line if a value is invalid, or is given twice, or two exclude each
     other.
     """
+    preset, advanced, named = map(unwrapped, (preset, advanced, named))
     if advanced is not None and not isinstance(advanced, Mapping):
-        raise ConfigError(f"advanced: got {advanced!r}: takes a mapping of sections")
+        raise ConfigError(f"Advanced: got {advanced!r}: takes a mapping of sections")
     run = (advanced or {}).get("run")
     if preset is not None and isinstance(run, Mapping) and "preset" in run:
-        raise ConfigError("advanced.run.preset: set the parameter `preset` instead")
+        raise ConfigError("run.preset: set Preset instead")
     given = {name: value for name, value in named.items() if value is not None}
     for one, other in EXCLUSIVE:
         if one in given and other in given:
-            raise ConfigError(f"{other}: cannot be combined with {one}; leave one of them empty")
+            raise ConfigError(f"{_title(other)}: excludes {_title(one)}; leave one of them empty")
     changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
     check_typed(changes)
     if "resume" in given:
@@ -174,7 +177,7 @@ def _resumed(changes: list[Mapping[str, Any]]) -> Config:
     refresh_runs(asked.run.runs_dir, asked.run.store)
     run_dir = (asked.run.runs_dir / str(asked.run.name)).resolve()
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"resume: there is no run {run_dir}")
+        raise ConfigError(f"{_title('resume')}: there is no run {run_dir}")
     itself = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
     if asked.run.store is not None:
         itself["store"] = asked.run.store
@@ -220,14 +223,17 @@ def _schema_at(key: str) -> Tree:
     return _without(typed, "title") | {"description": node["description"]}
 
 
+def _title(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
 def _parameter(name: str, schema: Tree, description: str, key: str | None = None) -> Any:
     """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect.
 
     By `key`, the setting that it stands for, messages on failures find its title.
     """
     # Without the extra, Prefect takes the parameter's name as the title.
-    title = name.replace("_", " ").capitalize()
-    extra: JsonDict = {"title": title, "description": description, "key": key}
+    extra: JsonDict = {"title": _title(name), "description": description, "key": key}
     return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
 
 
@@ -283,6 +289,7 @@ def settings(function: Callable[[Any], R]) -> Callable[..., R]:
     @functools.wraps(function)
     def flow_function(**parameters: Any) -> R:
         engine.mark_as_engine(flow_run.id)
+        end_earlier_tasks()
         asked = invoked(**parameters)
         return function(asked if takes_all else asked.config)
 

@@ -27,6 +27,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Failed
 
 from infini_model.config import Config
+from infini_model.config.explaining import all_keys
 from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.training.launch.failures import TrainingFailure
@@ -61,7 +62,7 @@ RETRY = "Task run failed with %s: %r - Retry %s/%s will start %s"
 KILLS = 3
 # What a message says that needs no advice on how to resume.
 RESUMES = re.compile(r"\bRetry resumes|\bsame command resumes")
-SETTING = re.compile(r"\b[a-z]\w*(\.[a-z]\w*)+\b")
+SETTING = re.compile(r"\b([a-z]\w*(?:\.[a-z]\w*)+)\b(=\S*[^\s;:,.])?")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,6 +90,7 @@ class _WithoutEchoes(logging.Filter):
             # Such as "1.93 second(s) from now", or "immediately".
             delay, is_later, _ = str(when).partition(" second")
             start = f"in {math.ceil(float(delay))} s" if is_later else delay
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.msg = "%s; retry %s of %s %s"
             record.args = (message, number, retries, start)
         echoes = ECHOES if _is_started_by_worker() else (*ECHOES, *INTERRUPTIONS)
@@ -122,13 +124,23 @@ def _advice(error: BaseException) -> str:
 
 
 def _in_words_of_the_form(message: str) -> str:
-    """A message in which fields of the form have the place of their keys, if there is a form."""
+    """A message in which settings are called as in the form, if a worker has started the flow run.
+
+    One without a field of its own is in the field *Advanced*.
+    """
     context = FlowRunContext.get()
-    if not _is_retried_in_ui() or context is None or context.flow is None:
+    if not _is_started_by_worker() or context is None or context.flow is None:
         return message
     fields = context.flow.parameters.properties.values()
     titles = {field["key"]: field["title"] for field in fields if field.get("key")}
-    return SETTING.sub(lambda found: titles.get(found[0], found[0]), message)
+
+    def words(found: re.Match[str]) -> str:
+        if found[1] in titles:
+            return f"{titles[found[1]]}{found[2] or ''}"
+        is_setting = any(f"{key}.".startswith(f"{found[1]}.") for key in all_keys())
+        return f"{found[0]} (Advanced)" if is_setting else found[0]
+
+    return SETTING.sub(words, message)
 
 
 def _is_started_by_worker() -> bool:
@@ -214,7 +226,7 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
         if _is_retried():
             artifacts.remove(KEY)
         try:
-            with library_logged():
+            with library_logged(_in_words_of_the_form):
                 return function(*args, **kwargs)
         except EXPECTED as error:
             if _is_started_by_worker():  # A command says it in its last line.
@@ -265,9 +277,8 @@ def _remedy(error: Exception) -> str:
     is_in_ui = _is_retried_in_ui()
     again = "Retry" if is_in_ui else "run the same command again"
     if isinstance(error, UserError):
-        advanced = " (a name with a dot is a key of the field Advanced)" if is_in_ui else ""
         return (
-            f"Fix the problem named above. If it is a setting, start a new run with it{advanced}; "
+            "Fix the problem named above. If it is a setting, start a new run with it; "
             f"if it is a file, a disk or a device, {again}. Finished work is reused."
         )
     if isinstance(error, ConnectionError):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coolname import data
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
@@ -23,41 +24,38 @@ from infini_model.runtime.holders import Owner
 from tasks.artifacts import warn_on_error
 
 LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
-# What the forms of Prefect's two UIs fill in as Run Name: theta12-orionis or beta-lyrae-void, a
-# Greek letter and one or two names; Tasty-Zebu, a word of a short list and an animal.
-FORM_NAME = re.compile(
-    r"(alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|omicron|pi|rho|"
-    r"sigma|tau|upsilon|phi|chi|psi|omega)\d*-[a-z]+(-[a-z]+){0,2}"
-    r"|(Awesome|Rustic|Small|Gorgeous|Fantastic|Sleek|Intelligent|Unbranded|Refined|Licensed|Generic|"
-    r"Practical|Ergonomic|Handcrafted|Tasty|Handmade|Incredible)-[A-Z][a-z ]{0,5}"
-)
-# Of these Prefect's server makes the names that nobody gave, such as bronze-puma.
-LISTS: dict[str, Any] = dict(data.config)
-WORDS = frozenset(word for part in LISTS.values() for word in part.get("words", ()))
 
 
-def _is_generated(name: str) -> bool:
-    first, _, second = name.partition("-")
-    return FORM_NAME.fullmatch(name) is not None or {first, second} <= WORDS
+def unwrapped(value: Any) -> Any:
+    """What was typed into a field of a schedule, `{"__prefect_kind": "json", "value": "5"}`: 5.
+
+    Without a value it was left empty. What is not JSON stays text, for the settings to refuse.
+    """
+    if isinstance(value, Mapping) and value.get("__prefect_kind") == "json":
+        inner = value.get("value")
+        with contextlib.suppress(TypeError, ValueError):
+            return json.loads(inner)  # type: ignore[arg-type] # not text, then
+        return inner
+    if isinstance(value, Mapping):
+        return {key: unwrapped(each) for key, each in value.items()}
+    return list(map(unwrapped, value)) if isinstance(value, list) else value
 
 
 def first_name() -> str:
     """Name a flow run after its flow and its preset or the run it resumes, until that is known.
 
-    A name that somebody typed stays, and so does that of an earlier attempt.
+    The name of an earlier attempt stays.
     """
-    name = flow_run.get_name()
-    return name if name and not _is_generated(name) else _own_name()
-
-
-def _own_name() -> str:
-    given = flow_run.get_parameters()
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None and context.flow_run.run_count > 0:
+        return context.flow_run.name
+    given = unwrapped(flow_run.get_parameters())
     # Of what travels whole, such as a file over a preset.
     whole = given.get("advanced")
     run = whole.get("run") if isinstance(whole, Mapping) else None
-    recorded = run.get("preset") if isinstance(run, Mapping) else None
-    named = given.get("resume") or given.get("preset") or recorded or "custom"
-    return f"{flow_run.get_flow_name()} {named}"
+    recorded = (run.get("name"), run.get("preset")) if isinstance(run, Mapping) else ()
+    known = *map(given.get, ("name", "resume", "run", "preset")), *recorded, "custom"
+    return f"{flow_run.get_flow_name()} {next(filter(None, known))}"
 
 
 # JSON, so that neither results nor exceptions are stored as pickles.
@@ -71,27 +69,21 @@ FLOW: dict[str, Any] = {
 def name_flow_run(folder: str, *tags: str) -> None:
     """Rename the flow run after its flow and the folder it works in, and add tags.
 
-    A name that somebody typed stays. A tag `kind:name` replaces one of its kind, which an earlier
-    attempt may have left.
+    A tag `kind:name` replaces one of its kind, which an earlier attempt may have left.
     """
     context = FlowRunContext.get()
     if context is None or context.flow is None or context.flow_run is None:
         return
-    flow = context.flow.name
+    name, kinds = f"{context.flow.name} {folder}", {_kind(tag) for tag in tags}
     with warn_on_error("name of the run"):
         client = get_client(sync_client=True)
-        known = client.read_flow_run(context.flow_run.id)
-        kinds = {_kind(tag) for tag in tags}
-        others = {tag for tag in known.tags if _kind(tag) not in kinds}
-        values = (tag.partition(":")[2] for tag in known.tags)
-        earlier = tuple(f"{flow} {value}" for value in values if value)
-        is_own = known.name == _own_name() or known.name.startswith(earlier)
-        name = f"{flow} {folder}" if is_own else known.name
+        known = client.read_flow_run(context.flow_run.id).tags
+        others = {tag for tag in known if _kind(tag) not in kinds}
         client.update_flow_run(context.flow_run.id, name=name, tags=sorted({*others, *tags}))
 
 
 def attempt() -> str:
-    """What tells the tasks of a flow run that was retried from those before, such as " attempt 2".
+    """What tells the tasks of an engine from those of engines before, such as " attempt 2".
 
     Prefect's count of runs would count as well how often it has waited.
     """
@@ -99,7 +91,10 @@ def attempt() -> str:
     if flow_run.get_run_count() > 1 and (context := FlowRunContext.get()) and context.flow_run:
         with warn_on_error("number of the attempt"):
             states = get_client(sync_client=True).read_flow_run_states(context.flow_run.id)
-            number += sum(state.name == "AwaitingRetry" for state in states)
+            # Each engine begins from one of these, and waits from Running to Running.
+            before = (StateType.SCHEDULED, StateType.PENDING)
+            after = [new.type for old, new in itertools.pairwise(states) if old.type in before]
+            number = after.count(StateType.RUNNING)
     return f" attempt {number}" if number > 1 else ""
 
 
@@ -216,26 +211,26 @@ def log_line(line: str) -> None:
 class _ToFlowRun(logging.Handler):
     """Passes records on to a flow run's log, from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Callable[[str], str]) -> None:
         super().__init__()
-        self._log = get_run_logger()
+        self._log, self._words = get_run_logger(), words
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log it again, without what only the library's own loggers know."""
-        self._log.log(record.levelno, "%s", record.getMessage())
+        self._log.log(record.levelno, "%s", self._words(record.getMessage()))
 
 
 @contextlib.contextmanager
-def library_logged() -> Iterator[None]:
-    """Show in the flow run's log what the library does in this process: copies, waits.
+def library_logged(words: Callable[[str], str]) -> Iterator[None]:
+    """Show in the flow run's log, in the reader's `words`, what the library says in this process.
 
     The stages run in processes of their own, whose lines are logged as they are. Within a
     subflow the lines are those of the subflow alone.
     """
-    logger = logging.getLogger("infini_model.runtime")
+    logger = logging.getLogger("infini_model")
     before = logger.level, logger.propagate, logger.handlers
     logger.setLevel(logging.INFO)
-    logger.propagate, logger.handlers = False, [_ToFlowRun()]
+    logger.propagate, logger.handlers = False, [_ToFlowRun(words)]
     try:
         yield
     finally:

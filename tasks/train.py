@@ -107,7 +107,7 @@ def _train_claimed(
     if is_trained(run_dir):
         # All other flows go on to evaluate it.
         is_end = flow_run.get_flow_name() == "train"
-        advice = f"; infini resume {run_dir.name} evaluates it, and another run.name or run.seed"
+        advice = f"; infini resume {run_dir.name} evaluates it, and another name or seed"
         log.info(
             "Run %s is already trained%s", run_dir, f"{advice} starts a new run" if is_end else ""
         )

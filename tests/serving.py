@@ -103,6 +103,12 @@ class Server:
         found = api(self.url, "task_runs/filter", sort="EXPECTED_START_TIME_ASC", **wanted)
         return {each["name"].split()[0]: each for each in found}
 
+    def task_states(self, flow_run: str) -> list[tuple[str, str]]:
+        """The names of all task runs of all attempts, each with its state's."""
+        wanted = {"flow_runs": {"id": {"any_": [flow_run]}}}
+        found = api(self.url, "task_runs/filter", sort="EXPECTED_START_TIME_ASC", **wanted)
+        return [(each["name"], each["state_name"]) for each in found]
+
     def parts(self, flow_run: str) -> list[dict[str, Any]]:
         wanted = {"parent_flow_run_id": {"any_": [flow_run]}}
         return list(api(self.url, "flow_runs/filter", flow_runs=wanted))

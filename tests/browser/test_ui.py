@@ -5,6 +5,7 @@ What the buttons mean is tested in `tests/tasks` and `tests/e2e/test_serve.py`.
 
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,13 @@ def test_a_training_from_the_form_is_retried_and_resumed_to_its_report_and_its_p
     assert state["name"] == "Completed"
     # Not by the name that the form filled in.
     assert serving.read(flow_run)["name"] == "pipeline trained"
+    # One that was suspended ended when it was resumed, and each attempt has its number.
+    tasks = {name: state for name, state in serving.task_states(flow_run) if "train " in name}
+    assert tasks == {
+        "train trained": "Failed",
+        "train trained attempt 2": "Cancelled",
+        "train trained attempt 3": "Completed",
+    }
     told = rf"validation loss \d\.\d+ · report {re.escape(str(run_dir))}/report\.md"
     assert re.fullmatch(told, state["message"])
     assert [path.name for path in run_dir.parent.glob("trained*")] == ["trained"]
@@ -157,6 +165,26 @@ def look_at_mlflow(page: Page, address: str, name: str, flow_run: str) -> None:
     page.get_by_role("tab", name="Overview").click()
     model.click()
     expect(page.get_by_text("Ready", exact=True).first).to_be_visible()
+
+
+def test_runs_of_a_schedule_that_was_saved_in_the_ui_have_what_its_form_says(
+    prefect: Prefect, serving: Serving, tmp_path: Path
+) -> None:
+    nightly = f"deployments/{serving.deployment('preprocess')['id']}"
+    documents = [f"{write_texts(tmp_path / 'texts', 40)}/*.txt"]
+    api(serving.url, nightly, "PATCH", parameters={"preset": "debug", "documents": documents})
+    for days, name, advanced in ((3, "texts", ""), (2, "edited", '{"data": {"name": "edited"}}')):
+        prefect.edit_schedule(nightly.rpartition("/")[2], "At 03:00 AM", advanced)
+        # One that is due since a night in the past.
+        first, last = (datetime.now(UTC) - timedelta(days=ago) for ago in (days, days - 1))
+        between = {"start_time": first.isoformat(), "end_time": last.isoformat()}
+        api(serving.url, f"{nightly}/schedule", min_runs=1, max_runs=1, **between)
+        wanted = {"deployment_id": {"any_": [nightly.rpartition("/")[2]]}}
+        due = api(
+            serving.url, "flow_runs/filter", flow_runs=wanted, sort="EXPECTED_START_TIME_DESC"
+        )
+        serving.wait_for_state(due[0]["id"], "Completed")
+        assert serving.read(due[0]["id"])["name"].startswith(f"preprocess {name}-")
 
 
 def test_a_cancelled_training_says_what_is_saved_whatever_the_worker_says(

@@ -54,6 +54,23 @@ class Prefect:
         # The editor of *Advanced* is loaded last.
         expect(self.page.locator("form .cm-content").last).to_be_visible()
 
+    def edit_schedule(self, deployment: str, shown: str, advanced: str = "") -> None:
+        """Save a schedule of a deployment, with this in *Advanced*, from its own menu."""
+        self.page.goto(f"{self.url}/deployments/deployment/{deployment}")
+        expect(self.page.get_by_text(shown)).to_be_visible()
+        dialog = self.page.get_by_role("dialog")
+
+        def choose() -> None:
+            # The first menu is that of the deployment.
+            self.page.get_by_role("button", name="Open menu").nth(1).click(timeout=REDRAWN_MS)
+            self.page.get_by_role("menuitem", name="Edit").click(timeout=REDRAWN_MS)
+
+        editor = self.insist(choose, dialog.locator(".cm-content").last)
+        if advanced:
+            editor.fill(advanced)
+        dialog.get_by_role("button", name="Save").click()
+        expect(dialog).to_be_hidden()
+
     def field(self, title: str) -> Locator:
         return self.page.get_by_label(re.compile(rf"^(Select )?{title}( \(Optional\))?$"))
 

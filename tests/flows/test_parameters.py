@@ -64,8 +64,7 @@ def test_the_form_has_a_plain_input_for_each_setting_of_the_flow(name: str) -> N
     [
         ({"preset": "quickest"}, ["'preset'", "'quickest' is not one of", "quickstart"]),
         ({"steps": 0}, ["'steps'", "0 is less than the minimum of 1"]),
-        ({"devices": "gpu7"}, ["'devices'", "does not match"]),
-        ({"resume": "../elsewhere"}, ["'resume'", "does not match"]),
+        ({"seed": 2**64}, ["'seed'", "maximum of 4294967295"]),
         ({"advanced": {"training": {"max_stepz": 1}}}, ["advanced.training", "max_stepz"]),
         ({"advanced": {"model": {"memory": "big"}}}, ["advanced.model.memory", "'big'"]),
         ({"advanced": {"run": {"preset": "debug"}}}, ["advanced.run", "'preset'"]),
@@ -88,19 +87,37 @@ def test_documents_replace_a_source_of_another_kind() -> None:
     assert given == configure(["arxiv"], overrides=[source, "training.max_steps=10"])
 
 
+def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
+    def wrapped(*value: str) -> dict[str, Any]:
+        return dict(zip(("__prefect_kind", "value"), ("json", *value), strict=False))
+
+    assert resolve("debug", wrapped()) == configure(["debug"])
+    section = {"training": wrapped('{"warmup_steps": 3}'), "run": {"seed": wrapped("7")}}
+    assert resolve(
+        wrapped('"debug"'), section, steps=wrapped("9"), documents=[wrapped('"a.txt"')]
+    ) == resolve(
+        "debug", {"training": {"warmup_steps": 3}, "run": {"seed": 7}}, steps=9, documents=["a.txt"]
+    )
+    assert resolve("debug", wrapped('{"run": {"seed": 7}}')).run.seed == 7
+
+
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
         ({"context_length": 100}, ["context_length", "segment_length"]),
-        ({"documents": ["a.txt"], "dataset": "here"}, ["documents", "dataset"]),
-        ({"name": "a", "resume": "b"}, ["name", "resume"]),
-        ({"resume": "nowhere"}, ["resume", "nowhere"]),
+        ({"documents": ["a.txt"], "dataset": "here"}, ["Documents", "Dataset"]),
+        ({"name": "a", "resume": "b"}, ["Name", "Resume"]),
+        ({"resume": "nowhere"}, ["Resume", "nowhere"]),
         ({"advanced": {"run": 5}}, ["run", "5"]),
         (
             {"steps": 60, "advanced": {"training": {"max_steps": 5}}},
             ["training.max_steps", "twice"],
         ),
-        ({"advanced": "training"}, ["advanced", "training"]),
+        ({"advanced": "training"}, ["Advanced", "training"]),
+        # The form does not check them: it would show a regular expression.
+        ({"devices": "gpu7"}, ["launch.gpus: got 'gpu7': takes auto, all, cpu, or device numbers"]),
+        ({"resume": "../elsewhere"}, ["run.name: got '../elsewhere': takes letters and digits"]),
+        ({"advanced": {"__prefect_kind": "json", "value": "{"}}, ["Advanced", "'{'"]),
     ],
 )
 def test_what_does_not_go_together_is_one_line(

@@ -281,6 +281,7 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
 
 
 STORY = """
+from logging import getLogger
 from pathlib import Path
 from prefect import flow, task
 from infini_model.config import StageConfig
@@ -301,12 +302,13 @@ def wait(note):
 @report_failure
 def story(note):
     name_flow_run("run-2", "run:run-2")
+    getLogger("infini_model.training.memory_estimate").warning("training.warmup_steps=4 is less")
     run_with_retries(wait, StageConfig(), note)
     raise KeyError("an unexpected error")
 """
 
 
-def test_waits_attempts_and_unexpected_errors_are_shown_under_the_name_that_was_typed(
+def test_waits_attempts_warnings_and_unexpected_errors_are_shown_under_the_name_of_the_folder(
     prefect: Server, start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "story.py").write_text(STORY)
@@ -316,6 +318,7 @@ def test_waits_attempts_and_unexpected_errors_are_shown_under_the_name_that_was_
     states = api(prefect.url, f"flow_run_states/?flow_run_id={run}", "GET")
     told = {each["name"]: each["message"] for each in states if each["type"] == "RUNNING"}
     assert told == {"Running": None, "Waiting": "Waiting for the CPU, held by run-1"}
+    assert "training.warmup_steps=4 (Advanced) is less" in prefect.log_of(run, logging.WARNING)
     (traceback,) = [line for line in prefect.log_of(run) if "Traceback" in line]
     assert "KeyError: 'an unexpected error'" in traceback
     assert "KeyError: 'an unexpected error'" in prefect.artifacts(run)["failure"]
@@ -325,7 +328,7 @@ def test_waits_attempts_and_unexpected_errors_are_shown_under_the_name_that_was_
     api(prefect.url, f"flow_runs/{run}", "PATCH", name="try 7")
     prefect.retry(run)
     start(run, f"{tmp_path}/story.py:story").wait()
-    assert prefect.read(run)["name"] == "try 7"
+    assert prefect.read(run)["name"] == "story run-2"
     again = f"wait {tmp_path}/note attempt 2"
     eventually(lambda: prefect.tasks(run)["wait"]["name"] == again, lambda: str(prefect.tasks(run)))
 
@@ -401,6 +404,7 @@ def test_a_part_is_started_once_and_its_end_is_that_of_the_stage(
 
 PART = """
 import time
+import httpx
 from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient
 from tasks.control import stopped_with_flow_run
@@ -413,6 +417,13 @@ def read_and_tell(client, number):
     return found
 
 SyncPrefectClient.read_flow_run = read_and_tell
+look_up = SyncPrefectClient.read_task_run
+
+def down_once(client, number):
+    SyncPrefectClient.read_task_run = look_up
+    raise httpx.ConnectError("the API is down")
+
+SyncPrefectClient.read_task_run = down_once
 
 @flow
 def part():

@@ -17,7 +17,6 @@ from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.mlflow_record import PAGE
 from tasks import artifacts, failures
 from tasks.artifacts import Progress
-from tasks.flow_run import _is_generated
 from tasks.train import mlflow_link, outcome
 
 
@@ -48,7 +47,7 @@ def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form
     assert found.endswith(f"; {resumes}")
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker's")
     found = said(killed(3))
-    fields = "Batch size=4 training.gradient_accumulation_steps=2"
+    fields = "Batch size=4 training.gradient_accumulation_steps=2 (Advanced)"
     assert found.startswith(f"{noted}; {fields} "), found
     assert found.endswith("; step 5 is saved; Retry resumes")
 
@@ -63,6 +62,7 @@ def test_a_retry_is_announced_with_its_cause_and_no_advice(when: str, told: str)
     assert failures._WithoutEchoes().filter(record)
     cause = "training failed: crash: killed by SIGKILL"
     assert record.getMessage() == f"{cause}; retry 1 of 2 {told}"
+    assert record.levelno == logging.WARNING
 
 
 def test_what_came_out_of_a_training_is_told_in_short(tmp_path: Path) -> None:
@@ -71,13 +71,6 @@ def test_what_came_out_of_a_training_is_told_in_short(tmp_path: Path) -> None:
     lines = ('{"step": 1000, "validation/loss": 2.7291}', '{"step": 1200, "train/loss": 2.5}')
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert outcome(run_dir) == "run debug-1 · 1,200 steps · validation loss 2.729"
-
-
-def test_names_that_nobody_typed_are_known() -> None:
-    for name in ("bronze-puma", "theta12-orionis", "beta-canum-venaticorum-void", "Tasty-Zebu"):
-        assert _is_generated(name)
-        assert not _is_generated(f"{name} 2")
-    assert not _is_generated("my-documents")
 
 
 def test_a_run_is_linked_once_mlflow_shows_it(

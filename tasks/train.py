@@ -14,7 +14,6 @@ from pathlib import Path
 from prefect import get_run_logger, task
 from prefect.artifacts import LinkArtifact, TableArtifact
 from prefect.client.schemas.objects import FlowRun
-from prefect.runtime import flow_run
 
 from infini_model.config import Config
 from infini_model.runtime.claims import claim_run, run_to_resume
@@ -105,12 +104,7 @@ def _train_claimed(
         log.info("Run %s is already finished", run_dir)
         return
     if is_trained(run_dir):
-        # All other flows go on to evaluate it.
-        is_end = flow_run.get_flow_name() == "train"
-        advice = f"; infini resume {run_dir.name} evaluates it, and another name or seed"
-        log.info(
-            "Run %s is already trained%s", run_dir, f"{advice} starts a new run" if is_end else ""
-        )
+        log.info("Run %s is already trained; another name or seed starts a new run", run_dir)
     else:
         log.info("Training in %s", run_dir)
     if weights is not None:

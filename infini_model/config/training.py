@@ -38,7 +38,7 @@ class LoraConfig(Section):
     There is no dropout: no layer draws random numbers, so that a resumed run takes the same steps.
     """
 
-    r: Annotated[int, Field(gt=0, le=1 << 20)] = 16
+    r: PositiveInt = 16
     """Rank of the trained product beside each matrix."""
     lora_alpha: PositiveInt = 32
     """Scale of that product: it is multiplied by lora_alpha / r."""

@@ -59,8 +59,13 @@ Pairs = Annotated[
     ),
 ]
 Template = Annotated[
-    str,
-    takes("text with one {content} and {role} in front of it, or a Jinja template", _is_template),
+    Annotated[
+        str,
+        takes(
+            "text with one {content}, and {role} in front of it, or a Jinja template", _is_template
+        ),
+    ]
+    | None,
     Field(
         description="How messages become text, if data.source.pairs: the text of a message with "
         "{role} and {content}, or a program in Jinja as in chat_template.jinja. null (default) is "
@@ -96,7 +101,7 @@ class FilesSource(Section):
     min_characters: NonNegativeInt = 0
     """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: Pairs = False
-    template: Template | None = None
+    template: Template = None
 
 
 class HubSource(Section):
@@ -120,7 +125,7 @@ class HubSource(Section):
     """Shortest document to keep, in characters, applied after limit; 0 drops empty documents
     only."""
     pairs: Pairs = False
-    template: Template | None = None
+    template: Template = None
 
 
 def source_kind(value: Any) -> Any:

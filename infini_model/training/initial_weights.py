@@ -74,7 +74,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
         UserError: The disk is full.
     """
     # Imported late, as torch takes seconds to load and flows only need the record.
-    from infini_model.data.tokenizers.load import tokenizer_of
+    from infini_model.data.tokenizers.load import tokenizer_of, why_none
     from infini_model.data.tokenizers.tokenizer import sample_of
     from infini_model.model.hf.adapter import is_adapter_folder
     from infini_model.model.llama import InfiniLlama
@@ -99,11 +99,11 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     is_own = config.data.tokenizer.spec == MODEL_SPEC
     own = None
     if is_own or not config.model.ignore_tokenizer:
-        own = tokenizer_of(folder, name)
+        own = tokenizer_of(folder, name, config.data.tokenizer.eos_token if is_own else None)
     if is_own and config.data.folder is None:
         entries = model.vocab_size or 0
         if own is None:
-            raise ConfigError(f"data.tokenizer.spec: model, but {name} brings no tokenizer")
+            raise ConfigError(f"data.tokenizer.spec: model, but {name} {why_none(folder)}")
         if own.vocab_size > entries:
             raise ConfigError(
                 f"data.tokenizer.spec: the tokenizer of {name} has {own.vocab_size} tokens, "

@@ -137,7 +137,9 @@ def test_generate_opens_an_export_with_its_tokenizer(trained: Trained, tmp_path:
         assert said == plain.rstrip("\ufffd") + "\n"
 
 
-def test_chat_has_the_form_of_the_runs_conversations(trained: Trained, tmp_path: Path) -> None:
+def test_chat_has_the_form_of_the_runs_conversations(
+    trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _, run_dir = trained
     folder = tmp_path / "exported"
     done("export", run_dir, "--to", folder)
@@ -150,8 +152,10 @@ def test_chat_has_the_form_of_the_runs_conversations(trained: Trained, tmp_path:
         turns = ["the stone", "a river"]
         expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
         stdin = "".join(f"{turn}\n" for turn in turns)
-        said = done("chat", "--checkpoint", checkpoint, *GREEDY, stdin=stdin).stdout
-        assert said == f"{expected}> \n"
+        said = done("chat", "--checkpoint", checkpoint, *GREEDY, stdin=stdin)
+        assert said.stdout == f"{expected}> \n"
+        assert caplog.text.count("was not trained on conversations") == 1
+        caplog.clear()
     refused = attempted("chat", "--checkpoint", folder, *GREEDY, stdin=b"\xff\n")
     assert str(refused.exception) == "stdin: is not UTF-8 text"
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -31,6 +33,8 @@ SAMPLE_SECONDS = 5.0
 FIRST_SECONDS = 0.1
 MEGABYTE = 1e6
 RULE = "=" * 46
+# Losses that a spike is compared with, at least and at most.
+FEWEST_LOSSES, MOST_LOSSES = 16, 64
 
 # Dense bfloat16 peak of a GPU in TFLOP/s, by words in its name; the first match counts. From the
 # vendors' data sheets.
@@ -282,6 +286,29 @@ class Console(Callback):
                 "Step [%d/%d] | %s/loss: %.4f",
                 *(evaluation.step, total, evaluation.split, evaluation.loss),
             )
+
+
+class SpikeWarning(Callback):
+    """Warns once of a loss far above the preceding ones, and begins anew with it."""
+
+    def __init__(self, global_batch: int) -> None:
+        """`global_batch` is the number of windows of a step."""
+        self._global_batch, self._losses = global_batch, deque[float](maxlen=MOST_LOSSES)
+
+    def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
+        """Compare the loss with the median, by the median absolute deviation but at least 6%."""
+        if len(self._losses) >= FEWEST_LOSSES:
+            median = statistics.median(self._losses)
+            deviation = statistics.median(abs(loss - median) for loss in self._losses)
+            if step.loss > median + max(18 * deviation, 0.06 * median):
+                log.warning(
+                    "Loss spike at step %d: %.4f, the median of the last %d steps is %.4f; "
+                    "the step read windows %d to %d of the training",
+                    *(step.number, step.loss, len(self._losses), median),
+                    *(step.first_window, step.first_window + self._global_batch - 1),
+                )
+                self._losses.clear()
+        self._losses.append(step.loss)
 
 
 def log_banner(setup: TrainingSetup) -> None:

@@ -43,16 +43,17 @@ from infini_model.training.distributed import (
 )
 from infini_model.training.export import export_model
 from infini_model.training.launched_step import LaunchedStep, copy_to_host, recorded_event
-from infini_model.training.metrics import Console, Recorder, SystemMetrics, Utilization
-from infini_model.training.nan_report import (
-    REMEDIES,
-    NonFiniteReports,
-    non_finite_error,
+from infini_model.training.metrics import (
+    Console,
+    Recorder,
+    SpikeWarning,
+    SystemMetrics,
+    Utilization,
 )
+from infini_model.training.nan_report import REMEDIES, NonFiniteReports, non_finite_error
 from infini_model.training.optimizer import set_learning_rate
 from infini_model.training.parallel import TrainModule, full_tensor
 from infini_model.training.setup import TrainingSetup, build_setup, only_writer
-from infini_model.training.spikes import SpikeReports
 from infini_model.training.tracking import Exporters
 from infini_model.training.validation import MemoryReports, validate_split
 
@@ -347,13 +348,12 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = []
     if setup.record is not None:
         exporters = Exporters(setup.run_dir, setup.config, setup.dataset)
-        callbacks += [Recorder(setup.record, exporters, setup.step_tokens), SystemMetrics()]
-    callbacks += [
-        SpikeReports(setup, trainer.expect_long_work),
-        MemoryReports(setup),
-        Utilization(setup),
-        Console(setup),
-    ]
+        callbacks += [
+            Recorder(setup.record, exporters, setup.step_tokens),
+            SystemMetrics(),
+            SpikeWarning(setup.plan.global_batch),
+        ]
+    callbacks += [MemoryReports(setup), Utilization(setup), Console(setup)]
     if setup.config.logging.debug:
         callbacks.append(
             NonFiniteReports(setup, trainer.expect_long_work, trainer.recompute_gradients)

@@ -41,13 +41,14 @@ from benchmarks.recall_training import (
     without_memory,
 )
 from benchmarks.report import Cell, publish
-from infini_model.evaluation.tasks.recall import VOCABULARY, Questions, Shape, draw
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.storage import content_key
 
 PAIRS = 8
-TASK = Shape(SEGMENT, PAIRS)
+# Tokens of each kind, in the order of their numbers; a masked one, if there is one, is the next.
+KEYS, VALUES, FILLERS = 32, 32, 16
+VOCABULARY = KEYS + VALUES + FILLERS
 STEPS, BATCH = 1500, 8
 # Not used in training; every model gets the same questions.
 EXAMINATION = 1 << 20
@@ -75,6 +76,21 @@ class Setup:
     lengths: Sequence[int] = GROWING
     control: bool = False
     needs: Mapping[str, float] = field(default_factory=dict)
+
+
+class Questions(NamedTuple):
+    """Sequences of one length.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        labels: [B, T] int64, the answer at each question, or at the masked token after it, and -100
+            elsewhere.
+        written: [B, T] int64, the segment of each answer in its place.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    written: Tensor
 
 
 class Trial(NamedTuple):
@@ -108,6 +124,47 @@ SETUPS = {
 }
 
 
+def draw(
+    rows: int,
+    segments: int,
+    writings: int,
+    generator: torch.Generator,
+    *,
+    masked: bool = False,
+) -> Questions:
+    """Sequences whose last segment asks for all keys, each written in `writings` segments.
+
+    They are drawn uniformly from all but the last, so there must be more than `writings` segments;
+    the newest value is the answer. With `masked`, a masked token follows each question.
+    """
+
+    def shuffled(*sizes: int) -> Tensor:
+        return torch.rand(sizes, generator=generator).argsort(dim=-1)
+
+    row, pair = torch.arange(rows)[:, None], torch.arange(PAIRS)[:, None]
+    keys = shuffled(rows, KEYS)[:, :PAIRS]
+    values = KEYS + shuffled(rows, PAIRS, VALUES)[..., :writings]
+    segment = shuffled(rows, PAIRS, segments - 1)[..., :writings].sort(dim=-1).values
+    # Each segment's places are shuffled and pair i takes the ith, so no two pairs overlap.
+    place = shuffled(rows, segments - 1, SEGMENT // 2)[row[..., None], segment, pair]
+    start = segment * SEGMENT + 2 * place
+    step = 2 if masked else 1
+    question = (segments - 1) * SEGMENT + step * shuffled(rows, SEGMENT // step)[:, :PAIRS]
+
+    sizes = (rows, segments * SEGMENT)
+    input_ids = KEYS + VALUES + torch.randint(FILLERS, sizes, generator=generator)
+    input_ids[row[..., None], start] = keys[..., None].expand_as(start)
+    input_ids[row[..., None], start + 1] = values
+    input_ids[row, question] = keys
+    if masked:
+        question += 1
+        input_ids[row, question] = VOCABULARY
+    labels, written = torch.full(sizes, -100), torch.full(sizes, -100)
+    labels[row, question] = values[..., -1]
+    written[row, question] = segment[..., -1]
+    return Questions(input_ids, labels, written)
+
+
 def answers(model: InfiniLlama, batch: Questions) -> Tensor:
     """Logits of the answer to each question, [N, vocab_size]."""
     past, no_memory = batch.input_ids[:, :-SEGMENT], model.config.memory == "none"
@@ -123,7 +180,7 @@ def ask(model: InfiniLlama, segments: int, writings: int, batches: int) -> tuple
     generator = torch.Generator().manual_seed(EXAMINATION + segments)
     right, quarters = [], []
     for _ in range(batches):
-        batch = draw(TASK, BATCH, segments, writings, generator, masked=model.config.bidirectional)
+        batch = draw(BATCH, segments, writings, generator, masked=model.config.bidirectional)
         asked = batch.labels >= 0
         right.append(answers(model, batch).argmax(dim=-1) == batch.labels[asked])
         quarters.append(batch.written[asked] * 4 // (segments - 1))
@@ -153,7 +210,7 @@ def run(name: str, seed: int, steps: int, batches: int) -> Figures:
     def drawn(rng: np.random.Generator, rows: int, segments: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
         masked = "mask_token_id" in setup.model
-        batch = draw(TASK, rows, segments, setup.writings, generator, masked=masked)
+        batch = draw(rows, segments, setup.writings, generator, masked=masked)
         return batch.input_ids, batch.labels
 
     model = train(drawn, setup.model, seed, steps, setup.lengths)

@@ -209,7 +209,6 @@ def reader(
     tree["packing"]["context_length"] = 256
     few = {"trials": 1, "depths": [0.0, 30.0, 60.0, 90.0]}
     tree["evaluation"] |= {"max_windows": 2, "passkey": few, "needles": few}
-    tree["evaluation"]["recall"] = {"sequences": 2}
     write_settings(folder / "mine.yaml", tree)
     write_llama(folder / "llama")
     (folder / "book.txt").write_text("river stone light")

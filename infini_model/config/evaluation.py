@@ -18,7 +18,6 @@ EvaluationTaskName = Literal[
     "likelihood_bound",
     "passkey",
     "needles",
-    "recall",
     "lm_eval",
     "sample",
 ]
@@ -87,17 +86,6 @@ class NeedlesConfig(PasskeyConfig):
             yield f"{self.needles} needles in a sequence need as many depths, got {depths}"
 
 
-class RecallConfig(Section):
-    """The task recall: keys with values are written among fillers, and asked for at the end."""
-
-    lengths: NonEmptyList[AtLeastTwo] = [2, 8, 32]
-    """Lengths of the sequences, in segments; the last one holds the questions."""
-    pairs: Annotated[int, Field(ge=1, le=32)] = 8
-    """Pairs of key and value in a sequence."""
-    sequences: PositiveInt = 32
-    """Sequences per length."""
-
-
 class UnmaskingConfig(Section):
     """How a model of masked diffusion generates text; the names are those of LLaDA."""
 
@@ -149,5 +137,4 @@ class EvaluationConfig(Section):
     lm_eval: LmEvalConfig = LmEvalConfig()
     needles: NeedlesConfig = NeedlesConfig()
     passkey: PasskeyConfig = PasskeyConfig()
-    recall: RecallConfig = RecallConfig()
     sample: SampleConfig = SampleConfig()

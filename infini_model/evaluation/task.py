@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.statistics import Interval
 
-# The section of a task that only a causal model can answer.
-NEEDS_CAUSAL = "Not measured: the questions are for a causal model, which continues a text."
-
 
 class Picture(BaseModel):
     """A plot in the report."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu, passkey, recall
 from benchmarks.report import Ratio, publish, run, speed_ratio
@@ -107,6 +109,39 @@ def test_a_target_is_met_by_the_median(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_ratio_is_computed_within_each_turn() -> None:
     # The machine is half as fast in the second turn, and ours is twice as fast in all of them.
     assert speed_ratio([1.0, 2.0, 1.5], [2.0, 4.0, 3.0]) == Ratio(2.0, 2.0, 2.0)
+
+
+# Hashes of the tensors of `Questions`, of 64 rows each with the seed 5, by segments, writings and
+# whether answers are masked tokens.
+PUBLISHED = {
+    (8, 1, False): "81f44cb2b6a20543",
+    (8, 2, False): "cc0dbf0591becd49",
+    (8, 2, True): "a25af5ad199f7c14",
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_the_associations_are_those_of_the_published_figures(case: tuple[int, int, bool]) -> None:
+    segments, writings, masked = case
+    batch = recall.draw(64, segments, writings, torch.Generator().manual_seed(5), masked=masked)
+    content = b"".join(tensor.numpy().tobytes() for tensor in batch)
+    assert hashlib.sha256(content).hexdigest()[:16] == PUBLISHED[case]
+
+
+def test_each_key_is_asked_once_in_the_last_segment_for_its_newest_value() -> None:
+    batch = recall.draw(64, 8, 2, torch.Generator().manual_seed(0))
+    asked = 7 * 32
+    for tokens, labels, written in zip(*(x.tolist() for x in batch), strict=True):
+        pairs = [(at, tokens[at]) for at in range(asked) if tokens[at] < recall.KEYS]
+        newest = {key: (at // 32, tokens[at + 1]) for at, key in pairs}
+        assert (len(pairs), len(newest)) == (16, 8)
+        answers = {
+            tokens[at]: (written[at], labels[at]) for at in range(len(tokens)) if labels[at] != -100
+        }
+        assert answers == newest
+        assert not any(
+            recall.KEYS <= token < recall.KEYS + recall.VALUES for token in tokens[asked:]
+        )
 
 
 def test_the_table_of_recall_judges_every_seed() -> None:

@@ -16,7 +16,6 @@ TASKS: dict[EvaluationTaskName, tuple[str, str]] = {
     "sample": ("sample", "Sample"),
     "passkey": ("passkey", "Passkey"),
     "needles": ("passkey", "Needles"),
-    "recall": ("recall", "Recall"),
     "lm_eval": ("lm_eval", "LmEval"),
 }
 

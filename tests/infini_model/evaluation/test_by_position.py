@@ -170,7 +170,6 @@ def test_the_verdict_follows_the_interval_as_it_is_shown(interval, begins):
     [
         ("likelihood_bound", {}, "The model is causal: its loss is the likelihood itself."),
         ("passkey", DIFFUSION, "Not measured: the questions are for a causal model"),
-        ("recall", DIFFUSION, "Not measured: the questions are for a causal model"),
         ("loss_by_position", {"packing.context_length": 8}, "A window has only one segment"),
     ],
 )

@@ -140,7 +140,6 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
 @pytest.mark.parametrize(
     ("task", "overrides", "named"),
     [
-        ("recall", {"evaluation.recall.pairs": 5}, "evaluation.recall.pairs"),
         ("passkey", {"evaluation.passkey.lengths": [9, 1]}, "evaluation.passkey.lengths: 1 x"),
         ("needles", {"evaluation.needles.lengths": [9, 1]}, "evaluation.needles.lengths: 1 x"),
         ("lm_eval", {}, "evaluation.lm_eval.tasks: names no task"),

@@ -1,8 +1,7 @@
-"""Retrieval: what is drawn, what a model answers, and the tasks `passkey`, `needles`, `recall`."""
+"""Retrieval: what is drawn, what a model answers, and the tasks `passkey` and `needles`."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +29,6 @@ from infini_model.evaluation.tasks.passkey import (
     build,
     pass_key,
     random_sentences,
-)
-from infini_model.evaluation.tasks.recall import (
-    KEYS,
-    VALUES,
-    VOCABULARY,
-    Shape,
-    answer,
-    draw,
-    ordinary_tokens,
 )
 from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
@@ -103,38 +93,6 @@ def test_several_needles_are_asked_for_by_their_owners(tokenizer: Tokenizer) -> 
         assert f" The pass key of {owner} is {key}. Remember it." in body
         said = "".join(text(tokenizer, each) for each in asked)
         assert said.endswith(f"What is the pass key of {owner}? The pass key of {owner} is {key}")
-
-
-SHAPE = Shape(32, 8)
-# Hashes of the tensors of `Questions`, of 64 rows each with the seed 5, by segments, writings and
-# whether answers are masked tokens.
-PUBLISHED = {
-    (8, 1, False): "81f44cb2b6a20543",
-    (8, 2, False): "cc0dbf0591becd49",
-    (8, 2, True): "a25af5ad199f7c14",
-}
-
-
-@pytest.mark.parametrize("case", PUBLISHED)
-def test_the_associations_are_those_of_the_published_figures(case: tuple[int, int, bool]) -> None:
-    segments, writings, masked = case
-    batch = draw(SHAPE, 64, segments, writings, torch.Generator().manual_seed(5), masked=masked)
-    content = b"".join(tensor.numpy().tobytes() for tensor in batch)
-    assert hashlib.sha256(content).hexdigest()[:16] == PUBLISHED[case]
-
-
-def test_each_key_is_asked_once_in_the_last_segment_for_its_newest_value() -> None:
-    batch = draw(SHAPE, 64, 8, 2, torch.Generator().manual_seed(0))
-    asked = 7 * 32
-    for tokens, labels, written in zip(*(x.tolist() for x in batch), strict=True):
-        pairs = [(at, tokens[at]) for at in range(asked) if tokens[at] < KEYS]
-        newest = {key: (at // 32, tokens[at + 1]) for at, key in pairs}
-        assert (len(pairs), len(newest)) == (16, 8)
-        answers = {
-            tokens[at]: (written[at], labels[at]) for at in range(len(tokens)) if labels[at] != -100
-        }
-        assert answers == newest
-        assert not any(KEYS <= token < KEYS + VALUES for token in tokens[asked:])
 
 
 ROWS, NEEDLES, ANSWER = 3, 2, 3
@@ -205,7 +163,7 @@ def test_a_haystack_is_read_once_for_all_its_needles_in_chunks() -> None:
     assert max(read) <= PREFILL_TOKENS < sum(read)
 
 
-TASKS: list[EvaluationTaskName] = ["passkey", "needles", "recall"]
+TASKS: list[EvaluationTaskName] = ["passkey", "needles"]
 METRICS = ("exact_match", "token_accuracy")
 SMALL = {
     "packing.context_length": 128,
@@ -217,8 +175,6 @@ SMALL = {
     "evaluation.needles.trials": 1,
     "evaluation.needles.needles": 2,
     "evaluation.needles.lengths": [4],
-    "evaluation.recall.lengths": [2, 9],
-    "evaluation.recall.sequences": 5,
 }
 
 
@@ -229,8 +185,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def test_the_report_has_a_grid_with_intervals_and_a_picture(made: Made) -> None:
     result, seen = made.evaluated(**{"evaluation.tasks": TASKS})
-    # Two lengths of two trials of three haystacks; three haystacks for five depths; ten sequences.
-    assert seen[-1] == (12 + 3 + 10, 12 + 3 + 10)
+    # Two lengths of two trials of three haystacks; three haystacks for five depths.
+    assert seen[-1] == (12 + 3, 12 + 3)
     passkey = result.tasks["passkey"].details["lengths"]
     assert list(passkey) == ["256", "512"]
     assert passkey["512"]["answers"] == [2, 2, 2]
@@ -239,7 +195,6 @@ def test_the_report_has_a_grid_with_intervals_and_a_picture(made: Made) -> None:
     metrics = {
         *(f"evaluation/passkey_{name}/{n}" for name in METRICS for n in (256, 512)),
         *(f"evaluation/needles_{name}/512" for name in METRICS),
-        *(f"evaluation/{name}/{n}" for name in ("recall", "recall_of_values") for n in (2, 9)),
     }
     assert set(result.metrics) == set(result.intervals) == metrics
     for name, (low, high) in result.intervals.items():
@@ -286,37 +241,3 @@ def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_p
     )
     with pytest.raises(UserError, match=r"evaluation.passkey.filler: documents, but the test"):
         without.result("passkey", **documents)
-
-
-def test_recall_uses_different_readable_tokens() -> None:
-    tokenizer = load_tokenizer("bytes")
-    tokens = ordinary_tokens(tokenizer, seed=3)
-    assert len(set(tokens.tolist())) == VOCABULARY
-    assert tokenizer.decode(tokens.numpy()).isprintable()
-    assert not torch.equal(tokens, ordinary_tokens(tokenizer, seed=4))
-    small = ByteTokenizer()
-    small.vocab_size = 100
-    with pytest.raises(
-        UserError, match="needs 80 tokens of readable text, the tokenizer bytes has"
-    ):
-        ordinary_tokens(small, seed=0)
-
-
-def test_recall_counts_what_one_pass_over_each_sequence_predicts(made: Made) -> None:
-    model = made.context().model
-    questions = draw(SHAPE, 6, 5, 1, torch.Generator().manual_seed(0))
-    tokens = torch.randperm(256, generator=torch.Generator().manual_seed(1))[:VOCABULARY]
-    values = tokens[KEYS : KEYS + VALUES]
-    asked = questions.labels >= 0
-    with torch.no_grad():
-        model.lm_head.weight[values] *= 1.2  # so that a value is often the likeliest
-        logits = model(tokens[questions.input_ids]).logits[asked]
-    of_values = logits[:, values].argmax(-1)
-    of_values[::3] = 0
-    questions.labels[asked] = KEYS + of_values
-    right = (logits.argmax(-1) == values[of_values]).sum()
-    right_of_values = (logits[:, values].argmax(-1) == of_values).sum()
-    assert 0 < right < right_of_values < 6 * 8
-    found = answer(model, tokens, questions, 4)
-    counts = [sum(each) for each in (found.answers, found.right, found.right_of_values)]
-    assert counts == [6 * 8, right, right_of_values]

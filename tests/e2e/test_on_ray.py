@@ -41,6 +41,7 @@ pytestmark = pytest.mark.story
 ROOT = Path(__file__).resolve().parents[2]
 LOST = "its worker was lost"
 LAUNCHER = "ray::NodeLauncher"
+PARTITIONS = 19  # that the sources fall into, by their hashes
 STEPS = 120
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},
@@ -116,7 +117,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> dict[st
     folder = tmp_path_factory.mktemp("local")
     dataset_of(settings_of(folder, sources))
     made = shards(folder)
-    assert len(finished(folder)) == 18
+    assert len(finished(folder)) == PARTITIONS
     return made
 
 
@@ -143,7 +144,7 @@ def test_a_flow_on_nodes_that_share_only_a_store_makes_the_bytes_of_the_local_en
     command = infini("preprocess", "--config", settings, f"run.data_dir={bucket}/data")
     done = succeed(command, {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")})
     output = done.stdout + done.stderr
-    assert f"making 18 partitions on the Ray cluster at {cluster.address}" in output
+    assert f"making {PARTITIONS} partitions on the Ray cluster at {cluster.address}" in output
     shown = Server(server).artifacts(flow_run(server, output)["id"])
     assert shown["shard-progress"] == 100.0
     (folder,) = (tmp_path / "cache").glob("*/tiny-*")
@@ -200,10 +201,12 @@ def test_sigterm_ends_the_tasks_and_the_same_command_goes_on(
         assert running.wait() != 0
         eventually(lambda: cluster.workers() == [], "the end of all tasks")
     standing = finished(tmp_path)
-    assert 0 < len(standing) < 18
+    assert 0 < len(standing) < PARTITIONS
     again = begin(settings)
     assert again.wait() == 0, again.output
-    assert f"{18 - len(standing)} partitions to make, {len(standing)} present" in again.output
+    assert (
+        f"{PARTITIONS - len(standing)} partitions to make, {len(standing)} present" in again.output
+    )
     assert shards(tmp_path) == expected
 
 
@@ -354,4 +357,4 @@ def test_a_dead_head_is_an_error_of_the_stage(
         eventually(lambda: alive(workers) == [], "the end of all tasks")
     assert running.output.splitlines()[-1].startswith("error: shard ended with status 1: ")
     assert "Traceback" not in running.output
-    assert 0 < len(finished(tmp_path)) < 18
+    assert 0 < len(finished(tmp_path)) < PARTITIONS

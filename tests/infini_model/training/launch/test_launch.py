@@ -454,7 +454,8 @@ def test_what_lets_no_training_begin_is_named_in_one_line(
     damaged = shutil.copytree(dataset, tmp_path / "damaged")
     next((damaged / "train").glob("*.arrow")).write_bytes(b"")
     (tmp_path / "file").write_text("")
-    huge = {"model": {"vocab_size": 1 << 44}, "launch": {"gpus": "cpu", "force": True}}
+    vast = {"vocab_size": 1 << 24, "hidden_size": 1 << 20}
+    huge = {"model": vast, "launch": {"gpus": "cpu", "force": True}}
     for sections, data, run, error, message in (
         ({}, damaged, "run", DataError, str(damaged)),
         ({}, dataset, "file/run", UserError, "file/run"),

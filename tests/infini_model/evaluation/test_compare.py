@@ -59,8 +59,14 @@ def recorded(run_dir):
 
 
 def copied(run_dir, to, **changes):
-    """A copy of a run in the folder `to`, with other settings: sections by name."""
+    """A copy of a run in the folder `to`, with other settings: sections by name.
+
+    Those of its evaluation are what it was evaluated with.
+    """
     shutil.copytree(run_dir, to, ignore=shutil.ignore_patterns(".lock"))
+    evaluation = json.loads((to / "evaluation.json").read_text())
+    evaluation["settings"] |= changes.pop("evaluation", {})
+    (to / "evaluation.json").write_text(json.dumps(evaluation))
     config = yaml.safe_load((to / "config.yaml").read_text())
     for name, section in changes.items():
         config[name] |= section

@@ -144,11 +144,11 @@ class Loader:
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
         if not self._ready:
-            # One that failed is read again: what follows must not take its place.
-            failed = self._prefetched and self._prefetched.done() and self._prefetched.exception()
-            if failed or self._prefetched is None:
-                self._prefetched = self._thread.submit(self._gather)
-            self._ready.extend(self._prefetched.result())
+            prefetched = self._prefetched = self._prefetched or self._thread.submit(self._gather)
+            if prefetched.exception():
+                # What failed is read again by the next call: nothing takes its place.
+                self._prefetched = None
+            self._ready.extend(prefetched.result())
             self._prefetched = self._thread.submit(self._gather)
         batches = self._ready.popleft()
         self._record_stream(batches)
@@ -209,7 +209,6 @@ class Loader:
         steps = range(self._gathered, end, self.global_batch)
         numbers = np.concatenate([self.numbers(step) for step in steps]).reshape(-1)
         together = phase.windows.gather(numbers, (phase.first_key + positions).reshape(-1))
-        self._gathered = end
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 # PyTorch's pinned allocator keeps the pinned copy alive until the transfer is done.
@@ -219,6 +218,7 @@ class Loader:
         tokens = together.tokens[..., 1:].numel()
         batches = together.chunk(tokens // self._rank_tokens * micro_batches)
         places = range(0, len(batches), micro_batches)
+        self._gathered = end  # only now, so that what failed above is read again
         return [batches[first : first + micro_batches] for first in places]
 
     def _record_stream(self, batches: list[Batch]) -> None:

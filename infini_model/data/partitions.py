@@ -21,6 +21,7 @@ from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRe
 from infini_model.data.sources.files import FileRange, SourceFile, file_errors, open_source
 from infini_model.data.sources.formats import (
     Reading,
+    bytes_of,
     check_rows,
     content_of,
     format_of,
@@ -233,4 +234,4 @@ def bucket_small_files(
 
 
 def _hash(part: FileRange) -> int:
-    return int.from_bytes(hashlib.sha256(content_of(part).encode()).digest())
+    return int.from_bytes(hashlib.sha256(bytes_of(part).encode()).digest())

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.story
 ROOT = Path(__file__).resolve().parents[2]
 LOST = "its worker was lost"
 LAUNCHER = "ray::NodeLauncher"
-PARTITIONS = 19  # that the sources fall into, by their hashes
+PARTITIONS = 18  # that the sources fall into, by their hashes
 STEPS = 120
 SETTINGS = {
     "training": {"max_steps": STEPS, "batch_size": 2},

@@ -114,11 +114,15 @@ def format_of(address: str) -> str:
 
 def content_of(part: FileRange) -> str:
     """What decides the documents of a range, besides the settings: neither name nor place."""
-    file, kind = part.file, format_of(part.file.address)
-    # In place of the last word stood a limit of rows; with it, partitions keep their keys, but for
-    # texts, of which marks and line ends were once read otherwise.
-    last = "marks" if kind == "text" else "None"
-    return f"{file.fingerprint} {kind} {part.start} {part.stop} {last}"
+    # Marks and line ends of texts were once read otherwise.
+    suffix = " marks" if format_of(part.file.address) == "text" else ""
+    return f"{bytes_of(part)}{suffix}"
+
+
+def bytes_of(part: FileRange) -> str:
+    """What decides the bytes of a range and their format, however these are read."""
+    # In place of the last word stood a limit of rows; with it, partitions keep order and keys.
+    return f"{part.file.fingerprint} {format_of(part.file.address)} {part.start} {part.stop} None"
 
 
 def check_format(name: str, address: str | None = None) -> None:

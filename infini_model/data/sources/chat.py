@@ -21,6 +21,9 @@ PLAIN_TEMPLATE = "{role}:\n{content}\n\n"
 # Stands for an answer whose surroundings are looked for. No template changes a word.
 MARK = "a8f1b0c5d3e94726"
 
+# Whatever a program of somebody else's raises beside Jinja's own, such as a division by zero.
+PROGRAM_ERRORS = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -30,7 +33,7 @@ def _is_jinja(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How messages become text.
+    """The form in which messages become text.
 
     Attributes:
         source: A program in Jinja, or the text of a message with `{role}` and `{content}`.
@@ -73,7 +76,7 @@ class ChatTemplate:
             text = _compiled(self.jinja).render(
                 messages=list(messages), add_generation_prompt=asks, **known
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, *PROGRAM_ERRORS) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         return str(text).removeprefix(self.begin)
 
@@ -93,7 +96,10 @@ class ChatTemplate:
         opening, said, closing = text.rpartition(said) if said else ("", "", text)
         asked = messages[-2]["content"].strip() if len(messages) > 1 else ""
         if closing.strip() and f"{prompt}{opening}".endswith(f"{asked}{closing}"):
-            raise DataError("the chat template opens an answer where none is asked for")
+            raise DataError(
+                f"the chat template has {closing.strip()!r} behind a prompt and behind an answer, "
+                "so that where an answer ends cannot be told"
+            )
         return prompt, (opening + said + closing.rstrip()).removesuffix(self.end)
 
     def next_turn(self, messages: Messages) -> str:
@@ -110,7 +116,7 @@ class ChatTemplate:
 
     @property
     def closing(self) -> str:
-        """What closes an answer, without white space around it. Raises `DataError` as `render`."""
+        """The text that closes an answer, stripped. Raises `DataError` as `render`."""
         messages = [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": MARK}]
         return self.render(messages, asks=False).rpartition(MARK)[2].strip()
 

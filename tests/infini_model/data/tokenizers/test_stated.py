@@ -140,6 +140,12 @@ def test_a_folder_with_another_form_of_tokenizer_says_what_is_read(tmp_path):
         ("{% for %}", r"is not valid: line 1: "),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'.* is unsafe"),
         ("{{ messages|length }}", "changes the prompt"),
+        ("{{ 1 // 0 }}", "conversation: integer division or modulo by zero"),
+        ("{{ range(999999999) }}", "conversation: Range too big"),
+        (
+            "{% for m in messages %}{{ m.content }}<sep>{% endfor %}",
+            "has '<sep>' behind a prompt and behind an answer",
+        ),
     ],
 )
 def test_a_template_that_refuses_is_quoted_in_one_line(source, reason):

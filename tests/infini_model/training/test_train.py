@@ -221,6 +221,17 @@ def test_epochs_are_converted_to_steps(dataset, make_config, tmp_path):
     assert is_finished(run_dir)
 
 
+def test_a_warm_up_that_the_training_does_not_reach_is_warned_of(
+    dataset, make_config, tmp_path, caplog
+):
+    for warmup in (2, 4):
+        settings = {"max_steps": 2, "warmup_steps": warmup}
+        train(make_config(training=settings), dataset, tmp_path / str(warmup))
+    (warning,) = [each for each in caplog.messages if each.startswith("training.warmup_steps")]
+    assert warning.startswith("training.warmup_steps: 4 is more than the 2 steps")
+    assert warning.endswith("at 50% of it")
+
+
 def with_scale(run_dir, step, scale):
     """Change the loss scale that the checkpoint of `step` holds."""
     checkpoint = run_dir / "checkpoints" / f"step-{step}"

@@ -141,7 +141,7 @@ def resolve(*given: Any, **named: Any) -> Config:
 def invoked(
     preset: str | None = DEFAULT_PRESET, advanced: Mapping[str, Any] | None = None, **named: Any
 ) -> Invocation:
-    """What a flow's parameters ask for; without a preset, over the library's defaults.
+    """Resolve a flow's parameters; without a preset, over the library's defaults.
 
     Raises `ConfigError` in one line if a value is invalid, or is given twice, or two exclude each
     other.

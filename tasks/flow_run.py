@@ -27,7 +27,7 @@ LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
 
 
 def unwrapped(value: Any) -> Any:
-    """What was typed into a field of a schedule, `{"__prefect_kind": "json", "value": "5"}`: 5.
+    """Unwrap a value of a schedule's form: of `{"__prefect_kind": "json", "value": "5"}`, 5.
 
     Without a value it was left empty. What is not JSON stays text, for the settings to refuse.
     """
@@ -83,7 +83,7 @@ def name_flow_run(folder: str, *tags: str) -> None:
 
 
 def attempt() -> str:
-    """What tells the tasks of an engine from those of engines before, such as " attempt 2".
+    """Return a suffix for the tasks of all engines but the first, such as " attempt 2".
 
     Prefect's count of runs would count as well how often it has waited.
     """

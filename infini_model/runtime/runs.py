@@ -101,7 +101,7 @@ def record_evaluation(
 
 
 def read_evaluation(run_dir: Path) -> dict[str, Any]:
-    """What `record_evaluation` wrote last; empty if there is nothing, or it is damaged."""
+    """Read the newest record of `record_evaluation`; empty if there is none, or it is damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(json.loads((run_dir / EVALUATION).read_text(encoding="utf-8")))
     return {}

@@ -183,7 +183,7 @@ def _walk(
     seen: dict[tuple[str, tuple[str, ...]], str],
     again: set[str],
 ) -> Iterator[str]:
-    """What the parts of a glob match in a folder, which is read once, whatever links lead to it.
+    """Yield the matches of a glob in a folder, which is read once, whatever links lead to it.
 
     `seen` has the folders that were read for these parts, by their real names; `again` gets links.
     """

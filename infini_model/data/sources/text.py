@@ -303,7 +303,7 @@ def _split(chunks: Iterator[bytes], start: int, separator: bytes, address: str) 
 
 
 def _pattern(separator: bytes) -> tuple[re.Pattern[bytes], int]:
-    """What finds a separator whose lines end with LF or CRLF, and the most bytes that it has.
+    """The pattern of a separator whose lines end with LF or CRLF, and the most bytes it has.
 
     It leaves out a first carriage return, as what begins with a literal is found much faster.
     """
@@ -312,13 +312,13 @@ def _pattern(separator: bytes) -> tuple[re.Pattern[bytes], int]:
 
 
 def _end_before(data: bytes | bytearray, found: re.Match[bytes]) -> int:
-    """Where the document ends that a separator follows."""
+    """The end of the document that a separator follows."""
     begin = found.start()
     return begin - (begin > 0 and data[begin] == NEWLINE and data[begin - 1] == RETURN)
 
 
 def _separators(data: bytes | bytearray, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Where the document in front of each separator ends, and the next one begins."""
+    """The end of the document before each separator, and the start of the next one."""
     for found in _pattern(separator)[0].finditer(data):
         yield _end_before(data, found), found.end()
 

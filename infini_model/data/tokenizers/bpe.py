@@ -235,7 +235,7 @@ class BPETokenizer:
 
     @cached_property
     def _may_be_cut(self) -> bool:
-        """Whether a text has the ids of its parts, if it is cut as `BEFORE_SPACE` finds places."""
+        """Return True if a text has the ids of its parts when it is cut by `BEFORE_SPACE`."""
         tree = json.loads(self.definition())
         steps = tree["pre_tokenizer"] or {}
         # What the first step cuts, the others only cut further.

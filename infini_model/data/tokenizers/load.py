@@ -75,7 +75,7 @@ def tokenizer_of(folder: Path, spec: str, eos_token: str | None = None) -> Token
 
 
 def why_none(folder: Path) -> str:
-    """What a folder without a tokenizer has instead, for a message."""
+    """Describe what a folder without a tokenizer has instead, for a message."""
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
     if not others:
         return f"has no {TOKENIZER_FILE}"

@@ -1,4 +1,4 @@
-"""What a folder says of its tokens beside tokenizer.json: which end a text, and the form of a chat.
+"""The files beside a tokenizer.json: which tokens end a text, and the form of a chat.
 
 Nothing is guessed from the names of ordinary pieces of a vocabulary. What came in goes out: these
 files lie beside every copy of the tokenizer, in a dataset and in an export.
@@ -26,7 +26,7 @@ _TEMPLATE = "chat_template"
 
 @dataclass(frozen=True)
 class StatedTokens:
-    """What the files beside a tokenizer.json state; empty where there are none.
+    """The statements of the files beside a tokenizer.json; empty where there are none.
 
     Attributes:
         config: tokenizer_config.json, without the chat template and without code to import.
@@ -79,7 +79,7 @@ class StatedTokens:
             yield from (each for each in _ids(tree) if each in added)
 
     def closes_turns(self, token: str) -> bool:
-        """Whether the form of a chat has the token in it, which `eos_token` may stand for."""
+        """Return True if the form of a chat has the token in it, maybe as `eos_token`."""
         template = self.chat_template or ""
         return token in template or "eos_token" in template
 

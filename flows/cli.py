@@ -112,16 +112,16 @@ def evaluate(asked: Invocation) -> None:
 @app.command()
 @configured
 def compare(asked: Invocation) -> None:
-    """Compare runs: settings, results and curves. --sweep runs them first."""
+    """Compare runs: settings and results. --sweep runs them first."""
     from flows import runs
 
     named = runs.named_runs(asked)  # Tells a mistake before anything slow is imported.
     if asked.config.comparison.sweep:
         _run_flow("compare", asked)
         return
-    from flows.print_comparison import compare_existing
+    from flows.print_comparison import show_comparison
 
-    compare_existing(asked.config, named)
+    show_comparison(asked.config, named)
 
 
 OutputDir = Annotated[

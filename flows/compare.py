@@ -13,7 +13,7 @@ from prefect.states import Completed
 from flows.parameters import form, settings
 from flows.pipeline import complete_run
 from flows.presets import Invocation
-from flows.print_comparison import comparisons_dir, show
+from flows.print_comparison import show_comparison
 from flows.runs import named_runs
 from flows.sweep import runs_of
 from infini_model.config import Config, validate
@@ -22,10 +22,10 @@ from infini_model.runtime.claims import free_name
 from infini_model.runtime.errors import DataError, StageError
 from infini_model.runtime.runs import is_finished, read_evaluation
 from infini_model.runtime.storage import content_key
+from tasks import artifacts
 from tasks.checks import check_remote_stages, refresh_and_check_stores
-from tasks.compare import compare_runs
 from tasks.download import download
-from tasks.failures import report_failure
+from tasks.failures import FIRST, report_failure
 from tasks.flow_run import FLOW, earlier_subflows, name_flow_run
 from tasks.shard import Dataset, known_dataset, shard, use_dataset
 from tasks.train import outcome
@@ -48,7 +48,7 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
 
     Finished runs of the sweep are reused, and an interrupted one is resumed. A run that fails does
-    not keep the others from being run and compared. Returns the paths of the comparison.
+    not keep the others from being run and compared. Returns the path of the comparison.
 
     Raises `StageError` at the end if a run has failed.
     """
@@ -61,19 +61,14 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
     if not folders:
         raise StageError("; ".join(failures))
-    comparison, files = compare_runs(folders, failures, comparisons_dir(config))
-    name = files.html.parent.name
-    name_flow_run(name, f"comparison:{name}")
-    show(comparison, files)
+    file = show_comparison(config, folders, failures)
+    name_flow_run(file.parent.name, f"comparison:{file.parent.name}")
+    artifacts.show_report("comparison", file, [], f"{FIRST}: what came out, also in {file}")
     if failures:
         names = ", ".join(each.name for each in swept if each.failure)
-        raise StageError(
-            f"{len(failures)} of {len(swept)} runs failed: {names}; {files.markdown} says why"
-        )
-    message = f"{len(folders)} runs compared · {files.html}"
-    return Completed(
-        message=message, data={"markdown": str(files.markdown), "html": str(files.html)}
-    )
+        raise StageError(f"{len(failures)} of {len(swept)} runs failed: {names}; {file} says why")
+    message = f"{len(folders)} runs compared · {file}"
+    return Completed(message=message, data={"markdown": str(file)})
 
 
 def _run_sweep(asked: Invocation) -> Iterator[Swept]:

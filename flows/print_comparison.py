@@ -1,4 +1,4 @@
-"""`infini compare` without Prefect: what the terminal shows of a comparison, and its files."""
+"""What is shown of a comparison: a table and sentences in the terminal, and a file with all."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ import typer
 
 from flows.runs import PIPE_WIDTH
 from infini_model.config import Config
-from infini_model.evaluation.compare import SEED, Comparison, compare
-from infini_model.evaluation.comparison_page import (
-    MISSING,
-    Files,
-    result,
-    verdict,
-    write_comparison,
-)
+from infini_model.evaluation.compare import SEED, compare
+from infini_model.evaluation.comparison_page import MISSING, findings, result, write_comparison
 from infini_model.runtime.runs import VALIDATION_LOSS
 
-# Of the results, those in the terminal; the files have all.
+# Of the results, those in the terminal; the file has all.
 SHOWN = {
     VALIDATION_LOSS: "Validation loss",
     "evaluation/test_loss": "Test loss",
@@ -31,25 +25,19 @@ SHOWN = {
 }
 
 
-def comparisons_dir(config: Config) -> Path:
-    return config.run.output_dir / "comparisons"
+def show_comparison(config: Config, run_dirs: Sequence[Path], failures: Sequence[str] = ()) -> Path:
+    """Compare runs, and print a row for each and what was found; returns the Markdown file.
 
-
-def compare_existing(config: Config, named: Sequence[Path]) -> None:
-    """Compare the runs in the folders `named`, two or more."""
-    comparison = compare(named)
-    show(comparison, write_comparison(comparison, comparisons_dir(config)))
-
-
-def show(comparison: Comparison, files: Files) -> None:
-    """Print a comparison: a row for each run, what was found, and where the files are."""
+    `failures` are sentences on runs that are left out.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal else PIPE_WIDTH)
-    table = Table() if is_terminal else Table(box=None, pad_edge=False)
+    comparison = compare(run_dirs, failures)
+    file = write_comparison(comparison, config.run.output_dir / "comparisons")
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    table = Table(box=None, pad_edge=False)
     keys = [key for key in comparison.differing if key != SEED]
     keys = keys if len(keys) <= 3 else []
     having = {name: sum(name in run.results for run in comparison.runs) for name in SHOWN}
@@ -64,6 +52,7 @@ def show(comparison: Comparison, files: Files) -> None:
         cells = [comparison.names[number], *values, *(result(run, name) for name in shown)]
         table.add_row(*map(escape, cells))
     console.print(table)
-    for sentence in (*map(verdict, comparison.differences), *comparison.notes):
+    for sentence in (*findings(comparison), *comparison.notes):
         typer.echo(sentence)
-    typer.echo(f"Comparison: {files.markdown}\n            {files.html}")
+    typer.echo(f"Comparison: {file}")
+    return file

@@ -312,8 +312,7 @@ def _records(scope: Scope) -> Iterator[Place]:
     facts = root / ".facts"
     yield Place("record", facts, {path.name for path in facts.glob("*.lock")}, age=KEEP_SECONDS)
     if scope.only is None:
-        drawn = ("runs/*/plots/*.png", "comparisons/*/*.png")
-        plots = (path for pattern in drawn for path in scope.output_dir.glob(pattern))
+        plots = scope.output_dir.glob("runs/*/plots/*.png")
         shown = {f"{storage.sha256(path)}.png" for path in plots}
         for pictures in sorted(scope.output_dir.glob("prefect*/pictures")):
             yield Place("picture", pictures, shown)

@@ -47,7 +47,6 @@ class ComparedRun(NamedTuple):
         progress: State and step in words; empty if the run is finished and evaluated.
         results: Metrics of the evaluation and of the training, by name.
         intervals: Intervals of 95%, (low, high), of some of them.
-        lines: Its `metrics.jsonl`.
     """
 
     run_dir: Path
@@ -57,7 +56,6 @@ class ComparedRun(NamedTuple):
     progress: str
     results: dict[str, float]
     intervals: dict[str, tuple[float, float]]
-    lines: list[Line]
 
     @property
     def name(self) -> str:
@@ -115,7 +113,6 @@ class ComparedRun(NamedTuple):
             progress="" if is_done else progress,
             results={**evaluation.get("metrics", {}), **results},
             intervals=evaluation.get("intervals", {}),
-            lines=lines,
         )
 
 

@@ -1,21 +1,15 @@
-"""The page of a comparison: what was found, the settings that differ, and all results.
-
-Markdown, the same as one HTML file, and a picture of the losses.
-"""
+"""The page of a comparison, in Markdown: findings, the settings that differ, and all results."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from infini_model.evaluation.compare import ComparedRun, Comparison, Difference, Group, spread
-from infini_model.evaluation.pages import bullets, estimate, picture, table, write_pages
-from infini_model.evaluation.plots import plot_runs
+from infini_model.evaluation.pages import bullets, estimate, table
 from infini_model.runtime.runs import VALIDATION_LOSS
-from infini_model.runtime.storage import content_key
+from infini_model.runtime.storage import atomic_file, content_key
 
 # Longest name of a folder that is made of the names of all runs.
 NAME_LENGTH = 80
@@ -24,33 +18,15 @@ WHOLE_NUMBERS = ("steps", "tokens", "tokens per second")
 MISSING = "–"
 
 
-class Files(NamedTuple):
-    """What was written: Markdown, HTML, and the picture of the losses if there are any."""
+def write_comparison(comparison: Comparison, comparisons_dir: Path) -> Path:
+    """Write `comparison.md` into a folder of `comparisons_dir` named after the runs.
 
-    markdown: Path
-    html: Path
-    curves: Path | None
-
-
-def write_comparison(comparison: Comparison, comparisons_dir: Path) -> Files:
-    """Write `comparison.md`, a self-contained `comparison.html` and `loss.png`.
-
-    Their folder in `comparisons_dir` is named after the runs. Raises `UserError` if it cannot be
-    written.
+    Raises `UserError` if it cannot be written.
     """
     folder = comparisons_dir / comparison_name([run.name for run in comparison.runs])
-    labels = comparison.names
-    if comparison.has_seeds:
-        labels = [
-            each.label for run in comparison.runs for each in comparison.groups if run in each.runs
-        ]
-    drawn = [(label, run.lines) for label, run in zip(labels, comparison.runs, strict=True)]
-    curves = plot_runs(drawn, folder / "loss.png")
-    text = _text(comparison, curves, folder)
-    title = text.partition("\n")[0].removeprefix("# ")
-    files = Files(folder / "comparison.md", folder / "comparison.html", curves)
-    write_pages(text, title, files.markdown, files.html, [curves] if curves else [])
-    return files
+    with atomic_file(folder / "comparison.md") as temporary:
+        temporary.write_text(_text(comparison), encoding="utf-8")
+    return folder / "comparison.md"
 
 
 def comparison_name(names: Sequence[str]) -> str:
@@ -64,45 +40,36 @@ def comparison_name(names: Sequence[str]) -> str:
     return f"{(common or names[0])[:NAME_LENGTH]}-{len(names)}-runs-{key}"
 
 
-def _text(comparison: Comparison, curves: Path | None, folder: Path) -> str:
-    """The comparison as Markdown, for a file in `folder`; `curves` is the picture of the losses."""
-    runs, metrics = comparison.runs, _metrics(comparison)
+def _text(comparison: Comparison) -> str:
+    """The comparison as Markdown: what was found, the settings that differ, and all results."""
+    runs, groups = comparison.runs, comparison.groups
     sections = [f"# Comparison of {len(runs)} runs" if len(runs) > 1 else f"# {runs[0].name}"]
-    sections += [bullets([*_summary(comparison)])]
+    sections += [bullets([*findings(comparison)])]
     if comparison.notes:
         sections += ["## Not finished or not comparable", bullets(comparison.notes)]
     settings = "All settings are the same, apart from names and places."
     if comparison.differing:
         rows = [
-            [_cell(key), *(_cell(MISSING if value is None else value) for value in values)]
+            [_code(key), *(MISSING if value is None else _code(value) for value in values)]
             for key, values in comparison.differing.items()
         ]
         settings = table(["Setting", *comparison.names], rows)
     sections += ["## Settings that differ", settings]
+    metrics = _metrics(runs)
     if comparison.has_seeds:
-        counts = ["Seeds", *(str(len(group.samples)) for group in comparison.groups)]
-        rows = [
-            [_cell(metric), *(_spread(group, metric) for group in comparison.groups)]
-            for metric in metrics
-        ]
-        header = ["Metric", *(group.label for group in comparison.groups)]
+        rows = [["Seeds", *(str(len(group.samples)) for group in groups)]]
+        rows += [[_code(metric), *(_spread(each, metric) for each in groups)] for metric in metrics]
         note = "Mean over the seeds, and the lowest and highest value."
-        sections += ["## Results by settings", table(header, [counts, *rows]), note]
-    if curves is not None:
-        sections += ["## Curves", picture("Validation and training loss", curves, folder)]
-    rows = [[_cell(metric), *(result(run, metric) for run in runs)] for metric in metrics]
+        header = ["Metric", *(group.label for group in groups)]
+        sections += ["## Results by settings", table(header, rows), note]
+    rows = [[_code(metric), *(result(run, metric) for run in runs)] for metric in metrics]
     sections += ["## Results by run", table(["Metric", *comparison.names], rows)]
-    # Runs by name if they share a folder.
-    folders, words = {run.run_dir.parent for run in runs}, [str(run.run_dir) for run in runs]
-    if len(folders) == 1:
-        words = [*(run.name for run in runs), "--output-dir", str(folders.pop().parent)]
-    sections += ["## Repeat", f"```sh\n{shlex.join(['infini', 'compare', *words])}\n```"]
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def _metrics(comparison: Comparison) -> list[str]:
+def _metrics(runs: Sequence[ComparedRun]) -> list[str]:
     """All metrics of the runs: what is compared first, then losses, then the other evaluations."""
-    names = dict.fromkeys(name for run in comparison.runs for name in run.results)
+    names = dict.fromkeys(name for run in runs for name in run.results)
 
     def rank(name: str) -> tuple[bool, bool, bool]:
         is_loss = name.endswith(("_loss", "/loss"))
@@ -111,18 +78,19 @@ def _metrics(comparison: Comparison) -> list[str]:
     return sorted(names, key=rank)
 
 
-def _summary(comparison: Comparison) -> Iterator[str]:
-    yield from map(verdict, comparison.differences)
+def findings(comparison: Comparison) -> Iterator[str]:
+    """What came out, and how far to trust it: sentences."""
+    yield from map(_verdict, comparison.differences)
     if comparison.differences and not comparison.has_seeds:
         yield (
             "One seed each says little: repeat the runs with other seeds before you rely on a "
             "small difference."
         )
-    if not any(VALIDATION_LOSS in run.results for run in comparison.runs):
+    if not any(run.loss is not None for run in comparison.runs):
         yield "No run has been evaluated yet, so there are no losses to compare."
 
 
-def verdict(difference: Difference) -> str:
+def _verdict(difference: Difference) -> str:
     """A sentence on the losses of a group against those of the control."""
     values = list(difference.by_seed.values())
     mean, low, high = spread(values)
@@ -142,13 +110,6 @@ def verdict(difference: Difference) -> str:
     )
 
 
-def result(run: ComparedRun, metric: str) -> str:
-    """A result of a run as text, with its interval if it has one."""
-    if metric not in run.results:
-        return MISSING
-    return _shown(metric, run.results[metric], run.intervals.get(metric, ()))
-
-
 def _spread(group: Group, metric: str) -> str:
     """The mean of a metric over the seeds, with its range if that is one."""
     if not (values := group.values(metric)):
@@ -158,10 +119,17 @@ def _spread(group: Group, metric: str) -> str:
     return _shown(metric, mean, () if is_one else ends)
 
 
+def result(run: ComparedRun, metric: str) -> str:
+    """A result of a run as text, with its interval if it has one."""
+    if metric not in run.results:
+        return MISSING
+    return _shown(metric, run.results[metric], run.intervals.get(metric, ()))
+
+
 def _shown(metric: str, value: float, ends: Iterable[float] = ()) -> str:
     return estimate(value, ends, 0 if metric in WHOLE_NUMBERS else 4)
 
 
-def _cell(text: str) -> str:
+def _code(text: str) -> str:
     """Text for a cell of a table, as code."""
-    return f"`{text}`".replace("|", "\\|") if text != MISSING else text
+    return f"`{text}`".replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""What reports and comparisons are made of: pieces of Markdown, and its page for a browser.
+"""Pieces of Markdown, and a page of it for a browser.
 
 The page is one HTML file that needs no network, in light and dark, and print. Raw HTML in it stays
 text, and it forbids itself scripts and connections: parts of a report were written by a model.

@@ -13,8 +13,6 @@ from infini_model.runtime.metrics_file import Line
 from infini_model.runtime.storage import atomic_file
 
 BLUE, ORANGE, GREEN = "#2563eb", "#ea580c", "#059669"
-# Of several runs, told apart by people of any colour vision (Okabe and Ito) as far as they last.
-RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b7280")
 Series = tuple[list[float], list[float]]
 # Up to this many points are marked with dots and drawn without a moving mean.
 FEW_POINTS = 40
@@ -198,30 +196,3 @@ def plot_heat_map(
     axis.axvline(border, color=ORANGE, linewidth=2.5, linestyle="--", clip_on=False, label=label)
     figure.legend(loc="outside lower left", frameon=False)
     return _save(figure, title, path)
-
-
-def plot_runs(runs: Sequence[tuple[str, Sequence[Line]]], path: Path) -> Path | None:
-    """Validation loss, and the moving mean of the training loss, of several runs.
-
-    Args:
-        runs: Label and metrics of each run; those of the same label share a colour.
-        path: Path of the image.
-
-    Returns:
-        `path`; None if no run has recorded a training loss.
-    """
-    trained = [series(lines, "train/loss") for _, lines in runs]
-    if not any(steps for steps, _ in trained):
-        return None
-    figure, (above, below) = _figure(rows=2, size=(8, 6.5))
-    labels = list(dict.fromkeys(label for label, _ in runs))
-    for (label, lines), points in zip(runs, trained, strict=True):
-        color = RUN_COLORS[labels.index(label) % len(RUN_COLORS)]
-        _line(above, series(lines, "validation/loss"), color=color, label=label)
-        _line(below, _moving_mean(points)[0], color=color, marker="", linewidth=1.2)
-    handles, names = above.get_legend_handles_labels()
-    once = dict(zip(names, handles, strict=True))
-    above.set_ylabel("validation loss\n(nats per token)")
-    below.set(xlabel="step", ylabel="training loss, smoothed\n(nats per token)")
-    above.legend(once.values(), once.keys(), frameon=False, fontsize=8)
-    return _save(figure, "Loss", path)

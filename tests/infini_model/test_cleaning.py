@@ -344,8 +344,8 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
 def test_pictures_go_with_the_report_that_has_them(output, folders, monkeypatch):
     monkeypatch.setenv(pictures.FOLDER, str(output / "prefect" / "pictures"))
     gone, kept = (run_on(output, folders[2], name) / "plots" for name in ("gone", "kept"))
-    compared, shown = output / "comparisons" / "a-vs-b", set()
-    for place in (gone, kept, compared):
+    shown = set()
+    for place in (gone, kept):
         place.mkdir(parents=True)
         (place / "loss.png").write_bytes(place.as_posix().encode())
         shown.add(Path(pictures.publish(place / "loss.png")).name)
@@ -361,7 +361,7 @@ def test_pictures_go_with_the_report_that_has_them(output, folders, monkeypatch)
     assert left() == shown
     (output / "prefect" / "pictures" / ".tmp-killed.png-abc").touch()
     assert clean_up(output, keep=9).counts == {"picture": 1, "leftover": 1}
-    assert left() == {f"{storage.sha256(place / 'loss.png')}.png" for place in (kept, compared)}
+    assert left() == {f"{storage.sha256(kept / 'loss.png')}.png"}
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):

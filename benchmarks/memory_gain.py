@@ -248,7 +248,7 @@ def plot(done: dict[Trial, dict[str, Any]], options: argparse.Namespace) -> None
         means = np.mean([np.divide(each["fresh"], each["counts"]) for each in segments], axis=0)
         curves[form] = ([*range(1, len(means) + 1)], means.tolist())
     position = f"segment of the document ({SETTINGS['model']['segment_length']} tokens each)"
-    plot_by_position(curves, {}, position, options.plot)
+    plot_by_position(curves, [], position, options.plot)
 
 
 def show(runs: FinishedRuns[Trial], keys: Sequence[str], width: int) -> bool:

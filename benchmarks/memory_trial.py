@@ -69,9 +69,8 @@ def score(context: EvalContext) -> dict[str, Any]:
     documents = find_long_documents(context)
     if not isinstance(documents, LongDocuments):
         raise SystemExit(documents)
-    measured = measure(context, documents)
-    kinds = {"counts": measured.counts, **measured.losses}
-    kinds.pop("carried", None)
+    measured = measure(context, documents)._asdict()
+    kinds = {name: sums for name, sums in measured.items() if sums is not None}
     return {
         "documents": {name: _rounded(sums[:, NEAR:].sum(1)) for name, sums in kinds.items()},
         "segments": {name: _rounded(sums.sum(0)) for name, sums in kinds.items()},

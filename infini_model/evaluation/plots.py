@@ -124,7 +124,7 @@ def plot_training(lines: Sequence[Line], clip: float, folder: Path) -> dict[str,
 
 def plot_by_position(
     losses: Mapping[str, Series],
-    gains: Mapping[str, Sequence[Interval]],
+    gains: Sequence[Interval],
     position: str,
     path: Path,
 ) -> Path:
@@ -132,23 +132,20 @@ def plot_by_position(
 
     Args:
         losses: Curves by name.
-        gains: Gains of the first curves, by their names: at positions 1, 2 and so on, with their
-            intervals as bands.
+        gains: What the first curve gains at positions 1, 2 and so on, with intervals as a band.
         position: Label of the positions.
         path: Path of the image.
     """
     figure, axes = _figure(rows=2 if gains else 1)
-    colors = dict(zip(losses, (BLUE, GREEN, ORANGE), strict=False))
-    for name, curve in losses.items():
-        _line(axes[0], curve, color=colors[name], label=name)
+    for (name, curve), color in zip(losses.items(), (BLUE, GREEN, ORANGE), strict=False):
+        _line(axes[0], curve, color=color, label=name)
     axes[0].set_ylabel("loss\n(nats per token)")
     axes[0].legend(frameon=False)
-    for name, intervals in gains.items():
-        estimates, lows, highs = ([each[i] for each in intervals] for i in range(3))
-        positions = [i + 1.0 for i in range(len(intervals))]
-        axes[1].fill_between(positions, lows, highs, color=colors[name], alpha=0.18, linewidth=0)
-        _line(axes[1], (positions, estimates), color=colors[name], label=name)
     if gains:
+        estimates, lows, highs = ([*each] for each in zip(*gains, strict=True))
+        positions = [i + 1.0 for i in range(len(gains))]
+        axes[1].fill_between(positions, lows, highs, color=BLUE, alpha=0.18, linewidth=0)
+        _line(axes[1], (positions, estimates), color=BLUE)
         axes[1].axhline(0.0, color="#374151", linewidth=0.8)
         axes[1].set_ylabel("gain over\nmemory knocked out")
     axes[-1].set_xlabel(position)

@@ -1,10 +1,7 @@
 """Loss by position, and what the memory contributes: along long documents and over the windows.
 
-Documents are scored in sequences of two, one after the other, from a segment border each. Each
-sequence is scored twice: with a memory that is never emptied, and with one that is emptied before
-every segment. So one pass over the same tokens measures a document three ways: as the first of a
-sequence the memory is empty at its start, as the second it carries over what came before, and it is
-knocked out in both places.
+Each document is scored from its start, twice with the same weights: with a memory that is empty
+there, and with one that is knocked out, emptied before every segment.
 """
 
 from __future__ import annotations
@@ -30,16 +27,11 @@ from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
 from infini_model.model.inspection import PLACES, effect
 from infini_model.runtime.errors import CheckpointError
 
-# An interval over documents needs two of them, and so does a memory that is carried over.
+# An interval over documents needs two of them.
 FEWEST = 2
 # Segments from which on the loss is summed up: the first with a memory, and one far from the start.
 FROM = (2, 8)
-WAYS = {
-    "fresh": "emptied at documents",
-    "carried": "carried over",
-    "knocked_out": "knocked out",
-}
-METRICS = {"fresh": "memory_gain", "carried": "memory_gain_carried_over"}
+KEPT, KNOCKED_OUT = "memory kept", "memory knocked out"
 PICTURE = "loss_by_position.png"
 # The first and the last segment of a range, counted from 1.
 Segments = tuple[int, int]
@@ -90,8 +82,8 @@ class LossByPosition(EvaluationTask):
         }
         if isinstance(found, str):
             path = plot_by_position(
-                {"memory kept": _by_segment(kept), "knocked out": _by_segment(emptied)},
-                {},
+                {KEPT: _by_segment(kept), KNOCKED_OUT: _by_segment(emptied)},
+                [],
                 f"segment of the window ({context.model.config.segment_length:,} tokens each)",
                 context.plots_dir / PICTURE,
             )
@@ -130,18 +122,17 @@ class Measurement(NamedTuple):
 
     Attributes:
         counts: Number of targets.
-        losses: `fresh`, with the memory emptied at the start of the document only; unless the model
-            has no memory also `carried`, over from another document, and `knocked_out`.
-        gains: What the memory takes off the loss, `fresh` and `carried`, if there is one. Of a
-            diffusion model both sides of a difference have the same noise, as have no two `losses`.
+        fresh: Losses with the memory emptied at the start of the document only.
+        knocked_out: Losses with it emptied before every segment, and the same noise of a diffusion
+            model; None if the model has no memory.
     """
 
     counts: np.ndarray
-    losses: dict[str, np.ndarray]
-    gains: dict[str, np.ndarray]
+    fresh: np.ndarray
+    knocked_out: np.ndarray | None = None
 
     def over(self, sums: np.ndarray, ranges: Sequence[Segments]) -> list[Interval]:
-        """`sums`, one of `losses` or `gains`, per target in each of `ranges`, over documents."""
+        """Losses, or differences between them, per target in each of `ranges`, over documents."""
         numbers = np.arange(1, sums.shape[1] + 1)
         inside = np.array([(first <= numbers) & (numbers <= last) for first, last in ranges]).T
         return bootstrap(sums @ inside, self.counts @ inside)
@@ -189,9 +180,9 @@ def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
     """Score the documents; finished batches are kept, so that an interrupted one resumes."""
     settings = {"segments": documents.segments, "max_documents": len(documents.starts)}
     folder = context.kept_folder("loss_by_position", settings)
-    # As many documents as, two of each, fill the windows of a batch.
+    # As many documents as fill the windows of a batch.
     tokens = context.config.evaluation.batch_size * context.config.packing.context_length
-    size = max(1, tokens // (2 * documents.segments * documents.segment_length))
+    size = max(1, tokens // (documents.segments * documents.segment_length))
     parts = []
     for start in range(0, len(documents.starts), size):
         numbers = np.arange(start, min(start + size, len(documents.starts)))
@@ -199,34 +190,22 @@ def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
         score = partial(_score, context, documents, numbers)
         parts.append(kept_or_computed(folder, name, score))
         context.on_windows(len(numbers))
-    kept, emptied, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
-    if context.model.config.memory == "none":
-        return Measurement(counts, {"fresh": kept}, {})
-    first, second = (np.s_[:, : documents.segments], np.s_[:, documents.segments :])
-    # The second document of a sequence is the first one of the next.
-    carried, knocked_out = (np.roll(each[second], 1, axis=0) for each in (kept, emptied))
-    losses = {"fresh": kept[first], "carried": carried, "knocked_out": emptied[first]}
-    gains = {"fresh": emptied[first] - kept[first], "carried": knocked_out - carried}
-    return Measurement(counts[first], losses, gains)
+    return Measurement(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def _score(
     context: EvalContext, documents: LongDocuments, numbers: np.ndarray
 ) -> list[list[list[float]]]:
-    """Loss sums with the memory and without, and counts, by segment: three times [B, segments].
-
-    The segments are those of each document and of the next one, which only a memory tells apart.
-    """
-    rows = documents.rows(numbers)
-    if has_memory := context.model.config.memory != "none":
-        following = documents.rows((numbers + 1) % len(documents.starts))
-        rows = np.concatenate([rows, following], axis=1)
+    """What a `Measurement` of these documents holds: [B, segments] each."""
+    rows = np.ascontiguousarray(documents.rows(numbers))
     keys = torch.from_numpy(documents.starts[numbers])
-    batch = Batch(torch.from_numpy(np.ascontiguousarray(rows)), None, None, keys)
-    kept, counts = context.losses(batch)
-    emptied = context.losses(batch, empty_memory=True)[0] if has_memory else kept
+    batch = Batch(torch.from_numpy(rows), None, None, keys)
+    fresh, counts = context.losses(batch)
+    found = [counts, fresh]
+    if context.model.config.memory != "none":
+        found.append(context.losses(batch, empty_memory=True)[0])
     shape = (*rows.shape[:2], documents.segment_length)
-    return [each.reshape(shape).sum(2).tolist() for each in (kept, emptied, counts)]
+    return [each.reshape(shape).sum(2).tolist() for each in found]
 
 
 def _compared(context: EvalContext) -> Split | None:
@@ -244,38 +223,42 @@ def _by_segment(scored: Score) -> Series:
 
 
 def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
-    """Long documents with the memory emptied at their start, carried over, and knocked out."""
+    """Long documents with the memory emptied at their start, and knocked out."""
     measured = measure(context, documents)
-    if not all(np.isfinite(sums).all() for sums in measured.losses.values()):
+    ways = {"fresh": measured.fresh, "knocked_out": measured.knocked_out}
+    sums = {way: each for way, each in ways.items() if each is not None}
+    if not all(np.isfinite(each).all() for each in sums.values()):
         raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
     segments, split = documents.segments, documents.split
     every = [(number, number) for number in range(1, segments + 1)]
     far = [(start, segments) for start in FROM if start <= segments]
-    losses = {way: measured.over(sums, every) for way, sums in measured.losses.items()}
-    gains = {way: measured.over(sums, every) for way, sums in measured.gains.items()}
-    labels = {way: f"memory {name}" for way, name in WAYS.items()} if gains else {"fresh": "loss"}
+    named, gains = {"loss": measured.over(measured.fresh, far)}, list[Interval]()
+    where, to_do = f"on {len(documents.starts):,} documents of the {split} split", list[str]()
+    if measured.knocked_out is None:
+        loss = named["loss"][0]
+        summary = f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
+    else:
+        gained = measured.knocked_out - measured.fresh
+        gains, named["memory_gain"] = (measured.over(gained, each) for each in (every, far))
+        summary = verdict(dict(zip(FROM, named["memory_gain"], strict=False)), where)
+        to_do = advice(context, is_used=effect(*named["memory_gain"][0]) > 0)
+    losses = {way: measured.over(each, every) for way, each in sums.items()}
     positions = [float(number) for number, _ in every]
+    labels = (KEPT, KNOCKED_OUT) if gains else ("loss",)
     path = plot_by_position(
-        {labels[way]: (positions, [x.estimate for x in each]) for way, each in losses.items()},
-        {labels[way]: intervals for way, intervals in gains.items()},
+        {
+            label: (positions, [x.estimate for x in each])
+            for label, each in zip(labels, losses.values(), strict=True)
+        },
+        gains,
         f"segment of the document ({documents.segment_length:,} tokens each)",
         context.plots_dir / PICTURE,
     )
-    named = {"loss": measured.over(measured.losses["fresh"], far)}
-    named |= {METRICS[way]: measured.over(sums, far) for way, sums in measured.gains.items()}
     found = {
         f"evaluation/{split}_{name}_from_segment_{first}": interval
         for name, intervals in named.items()
         for (first, _), interval in zip(far, intervals, strict=True)
     }
-    where, to_do = f"on {len(documents.starts):,} documents of the {split} split", list[str]()
-    if gains:
-        known = named[METRICS["fresh"]]
-        summary = verdict(dict(zip(FROM, known, strict=False)), where)
-        to_do = advice(context, is_used=effect(*known[0]) > 0)
-    else:
-        loss = named["loss"][0]
-        summary = f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
     return TaskResult.of(
         found,
         section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",
@@ -299,21 +282,17 @@ def _method(documents: LongDocuments, measured: Measurement) -> str:
         f"The first {documents.segments:,} segments of {documents.segment_length:,} tokens of "
         f"{chosen:,} documents of the {documents.split} split, {which} long enough."
     )
-    if not measured.gains:
+    if measured.knocked_out is None:
         return scored
     return (
-        f"{scored} The weights are the same throughout: the memory is emptied at the start of each "
-        "document, or carries over another document, or is knocked out by emptying it before every "
-        "segment. A gain is how much lower the loss is than with the memory knocked out, in nats "
-        "per token, with an interval of 95% over documents."
+        f"{scored} The memory is empty at the start of each document. The gain is how much lower "
+        "the loss is than with the same weights and the memory knocked out, emptied before every "
+        "segment, in nats per token, with an interval of 95% over documents."
     )
 
 
 def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segments]) -> str:
-    """Perplexity each way, and what the memory gains, by position."""
-    ways = [f"Perplexity, {WAYS[way]}" for way in measured.losses]
-    gained = [f"Gain, {WAYS[way]}" for way in measured.gains]
-    header = ["Tokens", *(ways if gained else ["Perplexity"]), *gained]
+    """Perplexities, and what the memory gains, by position."""
     length = documents.segment_length
     # The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on.
     growing = [(1, 1)]
@@ -322,12 +301,17 @@ def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segmen
     names = [f"{(first - 1) * length + 1:,} to {last * length:,}" for first, last in growing]
     names += [f"from segment {first}" for first, _ in far]
     ranges = [*growing, *far]
-    perplexities = [
-        [f"{math.exp(min(each.estimate, 700.0)):,.3f}" for each in measured.over(sums, ranges)]
-        for sums in measured.losses.values()
-    ]
-    gains = [[str(each) for each in measured.over(g, ranges)] for g in measured.gains.values()]
-    return table(header, zip(names, *perplexities, *gains, strict=True))
+
+    def perplexities(sums: np.ndarray) -> list[str]:
+        losses = (each.estimate for each in measured.over(sums, ranges))
+        return [f"{math.exp(min(loss, 700.0)):,.3f}" for loss in losses]
+
+    columns = {"Tokens": names, "Perplexity": perplexities(measured.fresh)}
+    if (knocked_out := measured.knocked_out) is not None:
+        gains = measured.over(knocked_out - measured.fresh, ranges)
+        columns["Perplexity, memory knocked out"] = perplexities(knocked_out)
+        columns["Gain"] = [str(each) for each in gains]
+    return table([*columns], zip(*columns.values(), strict=True))
 
 
 def verdict(gains: dict[int, Interval], where: str) -> str:

@@ -1,6 +1,6 @@
 """The task `loss_by_position`, beside the model itself.
 
-Long documents with the memory emptied at their start, carried over, and knocked out.
+Long documents with the memory emptied at their start, and knocked out.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ def by_segment(losses):
     return losses.view(SEGMENTS, LENGTH).sum(1).tolist()
 
 
-def test_a_document_is_scored_three_ways(made):
+def test_a_document_is_scored_with_the_memory_and_with_it_knocked_out(made):
     """Each way as plain forward passes of the model over the document's own tokens compute it."""
     context = made.context()
     found = find_long_documents(context)
@@ -53,31 +53,22 @@ def test_a_document_is_scored_three_ways(made):
     assert len(documents) == len(found.starts) == found.found > 3
     assert (measured.counts == LENGTH).all()
     for number, document in enumerate(documents):
-        before = documents[number - 1][:-1]
         alone = [document[i : i + LENGTH + 1] for i in range(0, TOKENS, LENGTH)]
         expected = {
             "fresh": by_segment(token_losses(context.model, document)),
-            "carried": by_segment(
-                token_losses(context.model, torch.cat((before, document)))[TOKENS:]
-            ),
             "knocked_out": [float(token_losses(context.model, each).sum()) for each in alone],
         }
         for way, losses in expected.items():
-            assert measured.losses[way][number].tolist() == pytest.approx(losses, rel=1e-5), way
-    for way in ("fresh", "carried"):
-        gain = measured.losses["knocked_out"] - measured.losses[way]
-        assert measured.gains[way] == pytest.approx(gain, abs=1e-4)
+            found = getattr(measured, way)[number].tolist()
+            assert found == pytest.approx(losses, rel=1e-5), way
 
 
 def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(made):
     context = made.context(**DIFFUSION)
     measured = measure(context, find_long_documents(context))
-    assert measured.gains["fresh"][:, 0] == pytest.approx(0.0, abs=1e-6)
-    # The document before it is in the memory, or not; its own noise is that of its place.
-    assert (np.abs(measured.gains["carried"][:, 0]) > 1e-6).any()
-    assert (np.abs(measured.losses["carried"] - measured.losses["fresh"])[:, 0] > 1e-2).any()
-    fresh = measured.losses["knocked_out"] - measured.losses["fresh"]
-    assert measured.gains["fresh"] == pytest.approx(fresh)
+    gain = measured.knocked_out - measured.fresh
+    assert gain[:, 0] == pytest.approx(0.0, abs=1e-6)
+    assert (np.abs(gain[:, 1:]) > 1e-6).all()
 
 
 def test_batches_do_not_matter_and_finished_ones_are_kept(made):
@@ -89,9 +80,9 @@ def test_batches_do_not_matter_and_finished_ones_are_kept(made):
     context.losses = None  # an interrupted evaluation that is repeated computes nothing again
     again = measure(context, found)
     together = measure(made.context(**{"evaluation.batch_size": 40}), found)
-    for way, losses in once.losses.items():
-        assert (again.losses[way] == losses).all()
-        assert together.losses[way] == pytest.approx(losses, rel=1e-5)
+    for first, same, close in zip(once, again, together, strict=True):
+        assert (first == same).all()
+        assert close == pytest.approx(first, rel=1e-5)
 
 
 def test_the_sample_is_of_the_documents_that_are_long_enough(made):
@@ -112,7 +103,8 @@ def test_gains_have_intervals_over_documents(made):
     measured = measure(context, find_long_documents(context))
     result = load_task("loss_by_position").run(context)
     for start in (2, 8):
-        gain = measured.gains["fresh"][:, start - 1 :].sum() / measured.counts[:, start - 1 :].sum()
+        fresh, knocked_out = (x[:, start - 1 :].sum() for x in measured[1:])
+        gain = (knocked_out - fresh) / measured.counts[:, start - 1 :].sum()
         name = f"evaluation/test_memory_gain_from_segment_{start}"
         assert result.metrics[name] == pytest.approx(gain)
         low, high = result.intervals[name]

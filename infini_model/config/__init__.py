@@ -13,6 +13,7 @@ from infini_model.config.model import ModelConfig, RopeScaling
 from infini_model.config.reading import (
     check_typed,
     dump_config,
+    leaves,
     load_config,
     merge,
     nested,

@@ -226,7 +226,7 @@ def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
     """
     typed: dict[str, Any] = {}
     for change in changes:
-        for key, value in _leaves(change):
+        for key, value in leaves(change):
             if key in typed and not _is_same(typed[key], value):
                 raise ConfigError(f"{key}: is given twice, as {typed[key]} and as {value}")
             typed[key] = value
@@ -234,10 +234,11 @@ def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
         raise ConfigError("training.epochs: cannot be combined with training.max_steps")
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree of settings by their dotted keys."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -257,7 +258,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
 
     A key whose value is `???` is missing: whoever wrote the tree left it to whoever uses it.
     """
-    for key, value in _leaves(tree):
+    for key, value in leaves(tree):
         if value == LEFT_OPEN:
             raise ConfigError(left_open(key, tree))
     try:

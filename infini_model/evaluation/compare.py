@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from infini_model.config import leaves
 from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.metrics_file import Line, read_metrics
@@ -29,7 +30,7 @@ SEED = "run.seed"
 LEFT_OUT = (
     *("run.name", "run.preset", "run.output_dir", "run.data_dir", "run.store", "run.data_store"),
     *("run.log_level", "data.name", "data.folder", "logging.tensorboard_dir"),
-    *("comparison", "tracking", "stages"),
+    *("comparison.", "tracking.", "stages."),
 )
 # Up to this many differing settings name a group of runs; beyond, its first run does.
 FEW_SETTINGS = 4
@@ -107,25 +108,17 @@ class ComparedRun(NamedTuple):
         }
         return cls(
             run_dir=run_dir,
-            settings=dict(_flat(config.model_dump(mode="json"))),
+            settings={
+                key: value if isinstance(value, str) else json.dumps(value)
+                for key, value in leaves(config.model_dump(mode="json"))
+                if not key.startswith(LEFT_OUT)
+            },
             context=context,
             seed=config.run.seed,
             progress="" if is_done else progress,
             results={**evaluation.get("metrics", {}), **results},
             intervals=evaluation.get("intervals", {}),
         )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and values, as an override would give them, without names and places."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key in LEFT_OUT:
-            continue
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, value if isinstance(value, str) else json.dumps(value)
 
 
 def _training_results(lines: Sequence[Line]) -> dict[str, float]:

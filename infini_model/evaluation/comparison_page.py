@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 
 from infini_model.evaluation.compare import ComparedRun, Comparison, Difference, Group, spread
@@ -34,10 +33,8 @@ def comparison_name(names: Sequence[str]) -> str:
     joined = "-vs-".join(names)
     if len(joined) <= NAME_LENGTH:
         return joined
-    words = zip(*(name.split("-") for name in names), strict=False)
-    common = "-".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
     key = content_key(list(names))[:8]
-    return f"{(common or names[0])[:NAME_LENGTH]}-{len(names)}-runs-{key}"
+    return f"{names[0][:NAME_LENGTH]}-and-{len(names) - 1}-more-{key}"
 
 
 def _text(comparison: Comparison) -> str:

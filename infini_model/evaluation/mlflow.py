@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config
+from infini_model.config import Config, leaves
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
@@ -29,7 +29,6 @@ from infini_model.training.mlflow_record import (
     DIGEST_LENGTH,
     MlflowExporter,
     error_summary,
-    flatten,
 )
 
 ALIAS = "best"
@@ -113,8 +112,8 @@ def _record_of(sink: MlflowExporter, config: Config, result: EvaluationResult) -
         run_name=f"{run.info.run_name} evaluation",
         tags={MLFLOW_PARENT_RUN_ID: sink.run_id},
     )
-    for name, value in flatten(config.evaluation.model_dump(mode="json"), "evaluation."):
-        sink.client.log_param(below.info.run_id, name, value)
+    for name, value in leaves(config.evaluation.model_dump(mode="json"), "evaluation."):
+        sink.client.log_param(below.info.run_id, name, str(value))
     return str(below.info.run_id)
 
 

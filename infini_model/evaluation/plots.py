@@ -58,24 +58,21 @@ def _line(axis: Any, points: Series, **style: Any) -> None:
     axis.plot(*points, **{"marker": marker, "markersize": 3.5, "linewidth": 1.6} | style)
 
 
-def _moving_mean(points: Series) -> tuple[Series, int]:
-    """A curve smoothed, and the width of the window, which narrows at both ends of the curve."""
-    steps, values = points
-    sums, most = np.concatenate([[0.0], np.cumsum(values)]), len(values) // 40
-    index = np.arange(len(values))
-    reach = np.minimum(most, np.minimum(index, index[::-1]))
-    mean = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
-    return (steps, mean.tolist()), 2 * most + 1
-
-
 def _noisy_line(axis: Any, points: Series, *, color: str, label: str) -> None:
     """A noisy curve: the raw values, faint, under their moving mean."""
-    if len(points[0]) <= FEW_POINTS:
+    steps, values = points
+    if len(steps) <= FEW_POINTS:
         _line(axis, points, color=color, label=label)
         return
     _line(axis, points, color=color, alpha=0.3, linewidth=0.9)
-    mean, width = _moving_mean(points)
-    _line(axis, mean, color=color, label=f"{label} (mean of {width} points)")
+    sums, most = np.concatenate([[0.0], np.cumsum(values)]), len(values) // 40
+    # The mean is over fewer points at both ends of the curve.
+    index = np.arange(len(values))
+    reach = np.minimum(most, np.minimum(index, index[::-1]))
+    mean = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+    _line(
+        axis, (steps, mean.tolist()), color=color, label=f"{label} (mean of {2 * most + 1} points)"
+    )
 
 
 def plot_training(lines: Sequence[Line], clip: float, folder: Path) -> dict[str, Path]:

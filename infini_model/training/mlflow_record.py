@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config
+from infini_model.config import Config, leaves
 from infini_model.runtime.holders import flow_run_page
 from infini_model.runtime.metrics_file import Line, metrics_of, read_metrics
 from infini_model.runtime.runs import INITIAL_WEIGHTS, is_started, read_run
@@ -93,15 +93,6 @@ def error_summary(error: Exception) -> str:
     """The type and the start of the message of an error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}"
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The leaves of a tree of settings by their keys, as MLflow's parameters."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -236,8 +227,8 @@ class MlflowExporter:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
         from mlflow.utils import chunk_list
 
-        settings = flatten(self._config.model_dump(mode="json"))
-        params = [Param(k, v[:6000]) for k, v in settings if k not in run.data.params]
+        settings = leaves(self._config.model_dump(mode="json"))
+        params = [Param(k, str(v)[:6000]) for k, v in settings if k not in run.data.params]
         for batch in chunk_list(params, PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, params=batch)
         tags = self._origin()

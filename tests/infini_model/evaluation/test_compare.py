@@ -179,6 +179,6 @@ def test_a_run_that_is_not_evaluated_or_cannot_be_read_does_not_hide_the_others(
 def test_names_of_comparisons_tell_sets_of_runs_apart():
     assert comparison_name(["one", "two"]) == "one-vs-two"
     many = [f"debug-memory-linear-seed-{number}" for number in range(9)]
-    assert re.fullmatch(r"debug-memory-linear-seed-9-runs-\w{8}", comparison_name(many))
+    assert re.fullmatch(r"debug-memory-linear-seed-0-and-8-more-\w{8}", comparison_name(many))
     assert comparison_name(many) != comparison_name([*many[1:], "debug-memory-linear-seed-9"])
     assert len(comparison_name(["x" * 200, "y" * 200])) < 120

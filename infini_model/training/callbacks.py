@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from infini_model.data.loading.windows import Batch
 
 # How a training ended, in MLflow's words.
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -39,7 +37,6 @@ class Step:
         loss_scale: Loss scale in fp16 after the step; None in other precisions.
         overflowed: Whether gradients overflowed in fp16, so that the update was skipped.
         first_window: Windows read before the global batch, over all ranks.
-        batches: This rank's micro-batches.
         seconds: Wall-clock time of the step.
         wait_seconds: How much of it the step waited for its batches.
         logged: Whether this step is logged.
@@ -54,7 +51,6 @@ class Step:
     loss_scale: float | None
     overflowed: bool
     first_window: int
-    batches: Sequence[Batch]
     seconds: float
     wait_seconds: float
     logged: bool
@@ -105,7 +101,8 @@ class Callback:
     def on_non_finite(self, step: Step) -> None:
         """The loss or a gradient is NaN or infinite; the weights are those from before the step.
 
-        The training ends after this hook.
+        With `logging.debug` the parameters hold the gradients of the step, not clipped. The
+        training ends after this hook.
         """
 
     def metrics(self, step: Step) -> Mapping[str, float]:  # noqa: ARG002

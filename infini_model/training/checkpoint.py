@@ -366,7 +366,7 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     `damaged-step-N`, which pruning ignores and which can still be inspected.
     """
     folder = run_dir / CHECKPOINTS
-    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").glob("*")):
+    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").rglob("*")):
         remove_leftovers(place)
     for _, path in list_checkpoints(run_dir):
         if path == checkpoint:

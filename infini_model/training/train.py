@@ -7,8 +7,9 @@ moments, the step and the number of windows seen. Checkpoints are written in the
 rank exits before the last one is on disk.
 
 On a GPU the loop does not wait for the step being computed: what a step found is read one step
-late, but for a step that is followed by a validation, a checkpoint or the end. So whether an
-update is taken is decided on the device. After a NaN no update is, until the host has read of it.
+late, but for a step that is followed by a validation, a checkpoint or the end, and at once with
+`logging.debug`, which reports the gradients of a step. So whether an update is taken is decided on
+the device. After a NaN no update is, until the host has read of it.
 (Masked and block diffusion wait once a micro-batch, to select the masked positions.)
 """
 
@@ -189,7 +190,11 @@ class Trainer:
         batches = self._next_batches()
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
 
-        rank_loss, targets = self._compute_gradients(batches)
+        self.optimizer.zero_grad(set_to_none=True)
+        announce = partial(self._callbacks.call, Callback.before_collective)
+        rank_loss, targets = compute_gradients(
+            self.model, batches, self.world, self.scaler, announce
+        )
         overflowed = torch.zeros_like(self._failed)
         if self.scaler.is_enabled():
             overflowed = self.scaler.unscale_and_update(self.optimizer)
@@ -205,9 +210,10 @@ class Trainer:
         # Every rank has the same numbers. Fused AdamW takes no step where `found_inf` is 1.
         self._failed |= ~loss.isfinite() | (~norm.isfinite() & ~overflowed)
         self.optimizer.found_inf = (self._failed | overflowed).float()  # type: ignore[attr-defined]
-        clip_grads_with_norm_(self._parameters, self.config.training.max_grad_norm, norm)
+        # By its norm, the gradients of a failed step would become NaN all over; by 0 they stay.
+        norm_to_clip = norm.masked_fill(self._failed, 0.0)
+        clip_grads_with_norm_(self._parameters, self.config.training.max_grad_norm, norm_to_clip)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
         self._read()
@@ -218,7 +224,6 @@ class Trainer:
                 total=self.config.training.total_steps,
                 learning_rate=rate,
                 first_window=self.loader.samples_seen - self.loader.global_batch,
-                batches=batches,
                 wait_seconds=self.loader.wait_seconds,
                 logged=self._is_due(self.config.logging.logging_steps),
             ),
@@ -232,7 +237,8 @@ class Trainer:
         )
         logging, checkpoint = self.config.logging, self.config.checkpoint
         is_last = self._is_due(logging.eval_steps) or self._is_due(checkpoint.save_steps)
-        if not self.reads_late or is_last or self._is_stopped():
+        # The next step's gradients replace those that `logging.debug` reports.
+        if not self.reads_late or logging.debug or is_last or self._is_stopped():
             self._read()
 
     def _next_batches(self) -> list[Batch]:
@@ -241,17 +247,6 @@ class Trainer:
             log.warning("skipping the global batch at window %d", self.loader.samples_seen)
             next(self.loader)
         return next(self.loader)
-
-    def _compute_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        announce = partial(self._callbacks.call, Callback.before_collective)
-        return compute_gradients(self.model, batches, self.world, self.scaler, announce)
-
-    def recompute_gradients(self, batches: Sequence[Batch]) -> None:
-        """Compute the gradients of a step that was not finite again, from the same weights."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._compute_gradients(batches)
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(self.optimizer)
 
     def _read(self) -> None:
         """Read what the last launched step found, and record it, unless that has been done."""
@@ -355,7 +350,5 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
         ]
     callbacks += [MemoryReports(setup), Utilization(setup), Console(setup)]
     if setup.config.logging.debug:
-        callbacks.append(
-            NonFiniteReports(setup, trainer.expect_long_work, trainer.recompute_gradients)
-        )
+        callbacks.append(NonFiniteReports(setup, trainer.expect_long_work))
     return callbacks

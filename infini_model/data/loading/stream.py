@@ -102,13 +102,11 @@ def _check_ends(path: str, ends: tuple[int, int], tokens: int) -> None:
 class Span(NamedTuple):
     """Tokens of one document: `first` to `last` (exclusive) in shard number `shard`.
 
-    `row` is the document's number in the shard, `document` its number in the split, `start` where
-    it starts in the shard.
+    `row` is the document's number in the shard, `start` where it starts there.
     """
 
     shard: int
     row: int
-    document: int
     first: int
     last: int
     start: int
@@ -224,8 +222,7 @@ class TokenStream:
             row = int(np.searchsorted(offsets, start - origin, side="right")) - 1
             while start < min(stop, end):
                 last = min(stop - origin, int(offsets[row + 1]))
-                document = int(self.document_starts[shard]) + row
-                yield Span(shard, row, document, start - origin, last, int(offsets[row]))
+                yield Span(shard, row, start - origin, last, int(offsets[row]))
                 start, row = origin + last, row + 1
             shard += 1
 

@@ -1,5 +1,6 @@
 """Steps that are not finite are reported with their documents, and losses that spike are told."""
 
+import ast
 import json
 import random
 import re
@@ -16,8 +17,10 @@ from trainings import on_two_ranks
 
 from infini_model.config import validate
 from infini_model.data.build import build_dataset
-from infini_model.data.manifest import read_manifest
+from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.windows import open_windows
 from infini_model.data.sources.listing import download
+from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.storage import sha256
@@ -78,12 +81,25 @@ def poison(checkpoint):
     change(checkpoint, "model.embed_tokens.weight", lambda rows: rows[ord(POISON)].fill_(torch.inf))
 
 
-def tokens_of(dataset, passage):
+def windows_in(report):
+    """Of each window: micro-batch, row, and the shard, row, tokens and text of its documents."""
+    text = (report / "report.txt").read_text()
+    windows = []
+    for line in text[text.index("WINDOWS OF THE STEP:") :].splitlines():
+        if found := re.fullmatch(r"  • window \d+ \(micro-batch (\d+), row (\d+)\)", line):
+            windows.append((*map(int, found.groups()), []))
+        elif found := re.fullmatch(r"    (\S+), row (\d+), tokens (\d+) to (\d+): (.+)", line):
+            shard, *numbers, passage = found.groups()
+            windows[-1][-1].append((shard, *map(int, numbers), ast.literal_eval(passage)))
+    return windows
+
+
+def tokens_of(dataset, shard, row, first, last):
     """The tokens of a passage, read from the shard independently."""
-    with pa.memory_map(str(dataset / passage["shard"])) as source:
-        row = pa.ipc.open_stream(source).read_next_batch().column(0)[passage["row"]].values
-    assert passage["first_token"] + passage["tokens"] <= len(row)
-    return row.to_numpy()[passage["first_token"] :][: passage["tokens"]]
+    with pa.memory_map(str(dataset / shard)) as source:
+        tokens = pa.ipc.open_stream(source).read_next_batch().column(0)[row].values.to_numpy()
+    assert first <= last < len(tokens)
+    return tokens[first : last + 1]
 
 
 def fail(config, dataset, run_dir):
@@ -94,52 +110,67 @@ def fail(config, dataset, run_dir):
     return step, run_dir / "debug" / f"step-{step}"
 
 
-def test_the_document_that_poisons_a_step_is_named(poisoned, make_config, tmp_path, caplog):
+def test_a_step_that_is_not_finite_is_reported_with_its_gradients_and_documents(
+    poisoned, make_config, tmp_path, caplog
+):
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2}
     config = debugging(make_config, **sizes)
     train(config, poisoned, tmp_path, [StopAfter(1)])
     poison(newest_checkpoint(tmp_path))
     step, folder = fail(config, poisoned, tmp_path)
     report = folder / "rank-0"
+    every = open_windows(poisoned, "train", config.packing, config.model.segment_length)
+    seen_before = {"seed": config.run.seed, "samples_seen": (step - 1) * 8}
+    with Loader(every, batch_size=4, gradient_accumulation_steps=2, **seen_before) as loader:
+        batches = [CausalLM().inputs(batch) for batch in next(loader)]
+    assert {path.name for path in report.iterdir()} == {"report.txt", "tensors.safetensors"}
 
-    windows = json.loads((report / "windows.json").read_text())
-    saved = load_file(report / "tensors.safetensors")
-    assert len(windows) == 8
-    for window in windows:
-        # The report shows the inputs that the model got, and their text.
-        inputs = saved[f"batch/{window['micro_batch']}/input_ids"][window["row"]]
-        labels = saved[f"batch/{window['micro_batch']}/labels"][window["row"]]
-        tokens_read = [tokens_of(poisoned, passage) for passage in window["passages"]]
-        given_ = set(inputs[labels >= 0].tolist()) | set(labels[labels >= 0].tolist())
-        assert set(np.concatenate(tokens_read).tolist()) == given_
-        for passage, tokens in zip(window["passages"], tokens_read, strict=True):
+    windows = windows_in(report)
+    assert [place[:2] for place in windows] == [(m, row) for m in (0, 1) for row in range(4)]
+    seen = set()
+    for micro_batch, row, passages in windows:
+        # The report shows what the model got.
+        tokens_read = [tokens_of(poisoned, *place) for *place, _ in passages]
+        inputs, labels = batches[micro_batch].input_ids[row], batches[micro_batch].labels[row]
+        given_ = torch.cat([inputs[labels >= 0], labels[labels >= 0]])
+        assert set(np.concatenate(tokens_read).tolist()) == set(given_.tolist())
+        for (*_, text), tokens in zip(passages, tokens_read, strict=True):
             whole = tokens[:-1] if tokens[-1] == 255 else tokens
-            assert passage["text"] == whole.tobytes().decode("utf-8", "replace")
-        read = (inputs[labels >= 0] == ord(POISON)).any()
-        assert isinstance(window["loss"], str) == bool(read)
-    assert isinstance(windows[0]["loss"], str)
-    culprit = next(p for p in windows[0]["passages"] if POISON in p["text"])
-    text = (report / "report.txt").read_text()
-    assert f"{culprit['shard']}, row {culprit['row']}" in text
-    assert text.strip() in caplog.text
-    # The number is that of the document in `load_from_disk`.
-    shards = read_manifest(poisoned).splits["train"].shards
-    place = [f"train/{shard.file}" for shard in shards].index(culprit["shard"])
-    before = sum(shard.documents for shard in shards[:place])
-    assert before + culprit["row"] == culprit["document"]
+            assert text == whole.tobytes().decode("utf-8", "replace")
+        seen.update(inputs.tolist())
+    assert any(POISON in text for *_, passages in windows for *_, text in passages)
 
-    tree = json.loads((report / "report.json").read_text())
+    text = (report / "report.txt").read_text()
     for line in (f"Step: {step}", "  • model.embed_tokens.weight (shape: [256, 32])"):
         assert line in text.splitlines()
-    batches = {f"batch/{number}/{part}" for number in (0, 1) for part in ("input_ids", "labels")}
-    faults = {f"{fault['kind']}/{fault['name']}" for fault in tree["faults"]}
-    assert set(saved) - batches == faults
+        assert line in caplog.text
+    # The gradients are those of the step: of what was not read they are not NaN.
+    tensors = load_file(report / "tensors.safetensors")
+    rows = tensors["gradients/model.embed_tokens.weight"]
+    assert {row for row in range(256) if not rows[row].isfinite().all()} <= seen
+    assert set(re.findall("^  • (model.*|lm_.*) \\(", text, re.MULTILINE)) == {
+        name.partition("/")[2] for name in tensors
+    }
     # The folder resumes as a separate run, before the step, and fails at the same one.
     position = read_state(newest_checkpoint(folder))
     assert (position.step, position.samples_seen) == (step - 1, (step - 1) * 8)
     again, its_folder = fail(config, poisoned, folder)
     assert again == step
-    assert json.loads((its_folder / "rank-0" / "report.json").read_text()) == tree
+    assert [file.read_bytes() for file in sorted((its_folder / "rank-0").iterdir())] == [
+        file.read_bytes() for file in sorted(report.iterdir())
+    ]
+
+
+def test_a_report_that_cannot_be_saved_does_not_hide_what_it_is_of(
+    dataset, make_config, tmp_path, caplog
+):
+    (tmp_path / "debug").write_text("")
+    config = debugging(make_config, learning_rate=1e30)
+    fail(config, dataset, tmp_path)
+    assert "⚠️  Gradients with NaN" in caplog.text
+    assert "cannot save the report: " in caplog.text
+    assert "cannot save the checkpoint: " in caplog.text
+    assert "saved: " not in caplog.text
 
 
 @pytest.mark.story
@@ -148,21 +179,19 @@ def test_each_rank_reports_its_own_windows_and_shards(poisoned, make_config, tmp
     poison(newest_checkpoint(tmp_path))
     on_two_ranks(fail, debugging(make_config, "fsdp", batch_size=4), poisoned, tmp_path)
     (folder,) = (tmp_path / "debug").glob("step-*")
-    shares, faults, have_read = [], [], []
-    for report in (folder / "rank-0", folder / "rank-1"):
-        windows = json.loads((report / "windows.json").read_text())
-        shares.append({window["window"] for window in windows})
-        read = (load_file(report / "tensors.safetensors")["batch/0/input_ids"] == ord(POISON)).any()
-        assert isinstance(windows[0]["loss"], str) == bool(read)
-        have_read.append(bool(read))
-        found = json.loads((report / "report.json").read_text())["faults"]
-        faults.append([fault for fault in found if fault["kind"] == "parameters"])
-    assert any(have_read)
+    shares = [windows_in(folder / f"rank-{rank}") for rank in (0, 1)]
     assert [len(share) for share in shares] == [4, 4]
-    assert not shares[0] & shares[1]
-    (fault,), none = faults
-    assert none == []
-    assert (fault["shape"], fault["whole_shape"]) == ([128, 32], [256, 32])
+    places = [[place for *_, passages in share for place in passages] for share in shares]
+    assert not set(places[0]) & set(places[1])
+    assert any(POISON in text for place in places for *_, text in place)
+    first, second = (load_file(folder / f"rank-{n}" / "tensors.safetensors") for n in (0, 1))
+    # The row of the byte is of the first rank's half.
+    name = "parameters/model.embed_tokens.weight"
+    assert [n for n in {**first, **second} if n.startswith("parameters/")] == [name]
+    assert first[name].shape == (128, 32)
+    assert name not in second
+    text = (folder / "rank-0" / "report.txt").read_text()
+    assert "(shape: [128, 32], a shard of [256, 32])" in text
     assert newest_checkpoint(folder).name == f"step-{int(folder.name.removeprefix('step-')) - 1}"
 
 

@@ -166,9 +166,9 @@ def _all_groups(
     files: Sequence[SourceFile], reading: Reading, target_bytes: int, facts: FactCache
 ) -> dict[str, list[_Groups]]:
     """The row groups of Parquet files, by fingerprint, gathered to about `target_bytes`."""
+    columns = reading.column if reading.template is None else "prompt answer"
     keys = {
-        file.fingerprint: f"groups {file.fingerprint} {_columns(reading)} {target_bytes}"
-        for file in files
+        file.fingerprint: f"groups {file.fingerprint} {columns} {target_bytes}" for file in files
     }
     known = {fingerprint: facts.get(key) for fingerprint, key in keys.items()}
     new = {file.fingerprint: file for file in files if known[file.fingerprint] is None}
@@ -184,10 +184,6 @@ def _all_groups(
         fingerprint: [_Groups(*group) for group in found or []]
         for fingerprint, found in known.items()
     }
-
-
-def _columns(reading: Reading) -> str:
-    return reading.column if reading.template is None else "prompt answer"
 
 
 def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Groups]:

@@ -44,13 +44,11 @@ def faulty_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {
-        kind: {name: each for name, each in members.items() if not _is_finite(each)}
+        kind: {
+            name: each for name, each in members.items() if not local_shard(each).isfinite().all()
+        }
         for kind, members in (("parameters", named), ("gradients", gradients))
     }
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(local_shard(tensor).isfinite().all())
 
 
 def describe_tensor(name: str, tensor: Tensor, word: str) -> str:

@@ -27,10 +27,6 @@ PROGRAM_ERRORS = ArithmeticError, AttributeError, LookupError, RecursionError, T
 Messages = Sequence[Mapping[str, str]]
 
 
-def _is_jinja(text: str) -> bool:
-    return "{{" in text or "{%" in text
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """The form in which messages become text.
@@ -51,7 +47,7 @@ class ChatTemplate:
     @property
     def jinja(self) -> str:
         """The program, for those who know no other form."""
-        if _is_jinja(self.source):
+        if "{{" in self.source or "{%" in self.source:
             return self.source
         # A string of JSON is one of Jinja.
         pieces = [json.dumps(piece, ensure_ascii=False) for piece in self.source.split(ROLE)]

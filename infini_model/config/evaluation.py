@@ -98,11 +98,6 @@ class UnmaskingConfig(Section):
     remasking: Literal["low_confidence", "random"] = "low_confidence"
     """Which of the predicted tokens stay masked for a later step: those of lowest probability, or
     random ones."""
-    confidence_threshold: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Probability from which on a predicted token is always kept, which saves steps; null (default)
-    is off."""
-    cfg_scale: NonNegativeFloat = 0.0
-    """Scale of classifier-free guidance by the prompt; 0 (default) is off. Doubles the work."""
 
 
 class SampleConfig(Section):

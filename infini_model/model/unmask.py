@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from infini_model.config import ModelConfig, UnmaskingConfig
+from infini_model.config import UnmaskingConfig
 from infini_model.model.generate import PREFILL_TOKENS, Sampling
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import LowPrecisionWeights
@@ -52,9 +52,9 @@ def unmask(
 
     Raises:
         UserError: The prompt fills the context of a model without memory, a token of it is outside
-            the vocabulary, a setting does not fit the model, or the model is causal.
+            the vocabulary, or the model is causal.
     """
-    mask, length = _check(model, prompt, settings), model.config.segment_length
+    mask, length = _check(model, prompt), model.config.segment_length
     ends = torch.tensor(sampling.end_token_ids, dtype=torch.int64)
     weights = LowPrecisionWeights(model, model.precision)
     with weights:
@@ -67,7 +67,7 @@ def unmask(
     def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens at the positions `masked` of a segment, and the confidence in each."""
         with weights:
-            logits = _logits(model, ids, masked, len(known), mask, settings.cfg_scale, state)
+            logits = _logits(model, ids, masked, mask, state)
         drawn = uniform(hashed(sampling.seed, step, masked))
         tokens = sampling.draw(logits, drawn)
         if settings.remasking == "random":
@@ -85,7 +85,7 @@ def unmask(
             steps_left = max(1, round(share * len(block)))
             while len(masked := (block == mask).nonzero().squeeze(1).cpu()):
                 tokens, confidence = predict(ids, masked + start)
-                kept = _kept(tokens, confidence, len(masked), steps_left, settings, ends)
+                kept = _kept(tokens, confidence, len(masked), steps_left, ends)
                 block[masked.to(block.device)[kept]] = tokens[kept]
                 # What follows an end is not generated.
                 if len(found := torch.isin(block.cpu(), ends).nonzero()):
@@ -105,13 +105,7 @@ def unmask(
             known = []
 
 
-def check_guidance(model: ModelConfig, settings: UnmaskingConfig) -> None:
-    """Raise `UserError` where the model cannot predict without its prompt."""
-    if model.memory != "none" and settings.cfg_scale:
-        raise UserError("unmasking.cfg_scale: needs a model without memory, which holds the prompt")
-
-
-def _check(model: InfiniLlama, prompt: Sequence[int], settings: UnmaskingConfig) -> int:
+def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
     """The mask token. Raises `UserError` as `unmask` does."""
     config, mask = model.config, model.config.mask_token_id
     if mask is None or not config.bidirectional:
@@ -121,7 +115,6 @@ def _check(model: InfiniLlama, prompt: Sequence[int], settings: UnmaskingConfig)
             f"prompt: its {len(prompt):,} tokens leave no room in the model's context of "
             f"{config.segment_length:,}"
         )
-    check_guidance(config, settings)
     vocabulary = model.lm_head.out_features
     outside = [token for token in prompt if not 0 <= token < vocabulary]
     if outside:
@@ -152,43 +145,21 @@ def _extended(model: InfiniLlama, ids: Tensor, state: State) -> State:
 
 @torch.inference_mode()
 def _logits(
-    model: InfiniLlama,
-    ids: Tensor,
-    masked: Tensor,
-    prompt: int,
-    mask: int,
-    scale: float,
-    state: State | None,
+    model: InfiniLlama, ids: Tensor, masked: Tensor, mask: int, state: State | None
 ) -> Tensor:
-    """Logits at the positions `masked`, [N, V] float32; the mask token has none.
-
-    With `scale`, they are moved away from those without the prompt (arXiv 2502.09992, appendix).
-    """
+    """Logits at the positions `masked`, [N, V] float32; the mask token has none."""
     rows = ids.unsqueeze(0)
-    if scale:
-        rows = rows.repeat(2, 1)
-        rows[1, :prompt] = mask
     with model.precision.autocast(rows.device):
         hidden = model.hidden(rows) if state is None else model.extend(rows, state)[0]
-        logits: Tensor = model.lm_head(hidden[:, masked.to(hidden.device)]).float()
-    guided: Tensor = logits[0] if not scale else logits[1] + (1.0 + scale) * (logits[0] - logits[1])
-    guided[:, mask] = -torch.inf
-    return guided
+        logits: Tensor = model.lm_head(hidden[0, masked.to(hidden.device)]).float()
+    logits[:, mask] = -torch.inf
+    return logits
 
 
-def _kept(
-    tokens: Tensor,
-    confidence: Tensor,
-    masked: int,
-    steps_left: int,
-    settings: UnmaskingConfig,
-    ends: Tensor,
-) -> Tensor:
-    """Which of the predicted tokens stay, bool [N]: at least a step's share of those masked."""
+def _kept(tokens: Tensor, confidence: Tensor, masked: int, steps_left: int, ends: Tensor) -> Tensor:
+    """The predicted tokens that stay, bool [N]: a step's share of those masked."""
     is_end = torch.isin(tokens, ends.to(tokens.device))
     order = (confidence - 2.0 * is_end).argsort(descending=True, stable=True)
     kept = torch.zeros_like(is_end)
     kept[order[: math.ceil(masked / steps_left)]] = True
-    if settings.confidence_threshold is not None:
-        kept |= (confidence >= settings.confidence_threshold) & ~is_end
     return kept

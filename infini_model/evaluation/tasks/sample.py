@@ -13,18 +13,12 @@ from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.pages import fenced
 from infini_model.evaluation.prompt import new_tokens
 from infini_model.evaluation.task import EvaluationTask, TaskResult
-from infini_model.model.unmask import check_guidance
 
 
 class Sample(EvaluationTask):
     """Continues a document of the test split, or of validation if test is empty."""
 
     title = "A sample"
-
-    def check(self, context: EvalContext) -> None:
-        """Refuse guidance that does not fit the model."""
-        if context.model.config.bidirectional:
-            check_guidance(context.model.config, context.config.evaluation.sample.unmasking)
 
     def run(self, context: EvalContext) -> TaskResult:
         """Generate with the settings in `evaluation.sample` and the run's seed.

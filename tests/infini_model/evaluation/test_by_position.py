@@ -13,7 +13,6 @@ from infini_model.data.loading.stream import open_split
 from infini_model.evaluation.statistics import Interval
 from infini_model.evaluation.tasks import load_task
 from infini_model.evaluation.tasks.by_position import find_long_documents, measure, verdict
-from infini_model.runtime.errors import UserError
 
 LENGTH, SEGMENTS = 8, 4
 TOKENS = LENGTH * SEGMENTS
@@ -173,9 +172,3 @@ def test_why_nothing_is_measured_is_said_in_one_line(made, task, overrides, expe
     assert "\n" not in result.section
     assert result.metrics == {}
     assert result.pictures == result.advice == []
-
-
-def test_a_sample_with_guidance_is_refused_where_a_memory_holds_the_prompt(made):
-    context = made.context(**DIFFUSION, **{"evaluation.sample.unmasking.cfg_scale": 1.0})
-    with pytest.raises(UserError, match="cfg_scale: needs a model without memory"):
-        load_task("sample").check(context)

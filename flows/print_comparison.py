@@ -1,4 +1,4 @@
-"""What is shown of a comparison: a table and sentences in the terminal, and a file with all."""
+"""Comparison of runs: a table and sentences in the terminal, and all results in a file."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def is_store(value: Any) -> bool:
 
 
 def _is_local(value: Any) -> bool:
-    """Return True for a path of this machine; `Path("s3://bucket")` is none, and lost a slash."""
+    """Return True for a path of this machine; `Path("s3://bucket")` is an address less a slash."""
     text = str(value) if isinstance(value, str | Path) else ""
     addresses = tuple(store.removesuffix("/") for store in STORES)
     return text != "" and not is_url(text) and not text.startswith(addresses)

@@ -76,7 +76,7 @@ def _metrics(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def findings(comparison: Comparison) -> Iterator[str]:
-    """What came out, and how far to trust it: sentences."""
+    """Sentences on what was found and how far to trust it."""
     yield from map(_verdict, comparison.differences)
     if comparison.differences and not comparison.has_seeds:
         yield (

@@ -1,4 +1,4 @@
-"""What was computed and read in a step that was not finite.
+"""The report of a step that was not finite: its faulty tensors and the text it read.
 
 The report of a rank names every parameter and gradient with a NaN or infinity. It is printed, and
 saved with these tensors and with the text of the windows that the step read.

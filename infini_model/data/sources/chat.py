@@ -21,7 +21,7 @@ PLAIN_TEMPLATE = "{role}:\n{content}\n\n"
 # Stands for an answer whose surroundings are looked for. No template changes a word.
 MARK = "a8f1b0c5d3e94726"
 
-# Whatever a program of somebody else's raises beside Jinja's own, such as a division by zero.
+# Errors of a template as it runs, besides Jinja's own, such as a division by zero.
 PROGRAM_ERRORS = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 Messages = Sequence[Mapping[str, str]]
@@ -93,8 +93,8 @@ class ChatTemplate:
         asked = messages[-2]["content"].strip() if len(messages) > 1 else ""
         if closing.strip() and f"{prompt}{opening}".endswith(f"{asked}{closing}"):
             raise DataError(
-                f"the chat template has {closing.strip()!r} behind a prompt and behind an answer, "
-                "so that where an answer ends cannot be told"
+                f"the chat template puts {closing.strip()!r} after a prompt and after an answer "
+                "alike, so the end of an answer cannot be found"
             )
         return prompt, (opening + said + closing.rstrip()).removesuffix(self.end)
 

@@ -113,14 +113,14 @@ def format_of(address: str) -> str:
 
 
 def content_of(part: FileRange) -> str:
-    """What decides the documents of a range, besides the settings: neither name nor place."""
+    """The identity of the documents of a range, besides the settings: neither name nor place."""
     # Marks and line ends of texts were once read otherwise.
     suffix = " marks" if format_of(part.file.address) == "text" else ""
     return f"{bytes_of(part)}{suffix}"
 
 
 def bytes_of(part: FileRange) -> str:
-    """What decides the bytes of a range and their format, however these are read."""
+    """The identity of the bytes of a range and of their format, however they are read."""
     # In place of the last word stood a limit of rows; with it, partitions keep order and keys.
     return f"{part.file.fingerprint} {format_of(part.file.address)} {part.start} {part.stop} None"
 

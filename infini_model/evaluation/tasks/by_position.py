@@ -196,7 +196,7 @@ def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
 def _score(
     context: EvalContext, documents: LongDocuments, numbers: np.ndarray
 ) -> list[list[list[float]]]:
-    """What a `Measurement` of these documents holds: [B, segments] each."""
+    """The fields of a `Measurement` of these documents: [B, segments] each."""
     rows = np.ascontiguousarray(documents.rows(numbers))
     keys = torch.from_numpy(documents.starts[numbers])
     batch = Batch(torch.from_numpy(rows), None, None, keys)

@@ -144,7 +144,7 @@ def test_a_folder_with_another_form_of_tokenizer_says_what_is_read(tmp_path):
         ("{{ range(999999999) }}", "conversation: Range too big"),
         (
             "{% for m in messages %}{{ m.content }}<sep>{% endfor %}",
-            "has '<sep>' behind a prompt and behind an answer",
+            "puts '<sep>' after a prompt and after an answer alike",
         ),
     ],
 )

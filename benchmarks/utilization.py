@@ -121,17 +121,17 @@ class Training:
         decoder.compile_layers(attention=attention, feed_forward=shape.compiled)
         # A step that ran out of memory may have left gradients.
         self._optimizer.zero_grad(set_to_none=True)
-        labels, reset = tokens[:, 1:], None
+        labels, starts = tokens[:, 1:], None
         if shape.aligned:
-            labels, reset = self._align(labels)
+            labels, starts = self._align(labels)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
-            loss = self.model(tokens[:, :-1], labels=labels, reset=reset).loss
+            loss = self.model(tokens[:, :-1], labels=labels, document_starts=starts).loss
         loss.backward()
         clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
         self._optimizer.step()
 
     def _align(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels of documents that start at every second segment, and where the memory is reset."""
+        """Labels of documents that start at every second segment, and where documents start."""
         segment = self.model.config.segment_length
         places = torch.arange(labels.size(1), device=DEVICE)
         padding = places % segment >= segment - segment // 8

@@ -19,6 +19,7 @@ SHOWN = {
     VALIDATION_LOSS: "Validation loss",
     "evaluation/test_loss": "Test loss",
     "evaluation/validation_loss_without_memory": "Without memory",
+    "evaluation/validation_loss_without_window": "Without window",
     "steps": "Steps",
     "tokens": "Tokens",
     "tokens per second": "Tokens/s",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from infini_model.config import ModelConfig
-from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import MEMORY_PARAMETERS
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:

@@ -45,6 +45,8 @@ BESIDE_INITIAL_WEIGHTS = {
     "memory_key_shift",
     "memory_query_shift",
     "gate_start",
+    "window_segments",
+    "window_sinks",
     "mask_token_id",
     "ignore_tokenizer",
 }
@@ -64,9 +66,9 @@ class ModelConfig(Section):
     initial_weights: NonEmpty | None = None
     """Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, such as
     meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; only
-    segment_length, which is then required, memory, memory_key_shift, memory_query_shift,
-    gate_start, mask_token_id and ignore_tokenizer may be set beside it. null (default) draws the
-    weights from run.seed."""
+    segment_length, which is then required, window_segments, window_sinks, memory,
+    memory_key_shift, memory_query_shift, gate_start, mask_token_id and ignore_tokenizer may be set
+    beside it. null (default) draws the weights from run.seed."""
     ignore_tokenizer: bool = False
     """Whether initial_weights may be trained on a dataset whose tokenizer gives other ids than
     theirs."""
@@ -100,11 +102,17 @@ class ModelConfig(Section):
     """Tokens in a segment: attention is exact within it, earlier segments are read from the
     compressive memory. For masked_diffusion it is the longest window; the default is that of
     initial_weights, or packing.context_length."""
+    window_segments: NonNegativeInt = 0
+    """Earlier segments of its document that a token sees exactly, beside its own and the memory; 0
+    (default) is the form in the paper."""
+    window_sinks: NonNegativeInt = 0
+    """First tokens of a document that stay in sight, just before the window; the default is 0, or 4
+    where window_segments is given to a pretrained Llama, which needs them."""
     memory: Literal["linear", "delta", "residual", "none"] = "residual"
     """Compressive memory: residual adds new values under sharp features, and what it reads to the
     attention, by a weight that starts at 0; linear is that of the paper, and delta first removes
-    the values stored under the same keys; none turns the memory off, so that no segment sees an
-    earlier one."""
+    the values stored under the same keys; none turns the memory off, so that no segment knows
+    what is older than its window."""
     memory_key_shift: bool = True
     """Whether the memory stores a value under a learned mix of its own and the previous token's
     key, so that it can recall what followed a token; false is the form in the paper."""
@@ -123,6 +131,11 @@ class ModelConfig(Section):
     mask_token_id: NonNegativeInt | None = None
     """Token that stands for a masked one in diffusion; null (default) takes that of
     initial_weights, or adds one to the vocabulary."""
+
+    @property
+    def has_past(self) -> bool:
+        """Whether a segment knows anything of those before it."""
+        return self.memory != "none" or self.window_segments + self.window_sinks > 0
 
     @property
     def key_value_heads(self) -> int:
@@ -157,6 +170,11 @@ class ModelConfig(Section):
         size, mask = self.vocab_size, self.mask_token_id
         if size is not None and mask is not None and mask >= size:
             yield f"mask_token_id {mask} is outside the vocabulary of {size} tokens"
+        if self.window_sinks > self.segment_length:
+            yield (
+                f"window_sinks {self.window_sinks} is more than segment_length "
+                f"{self.segment_length}"
+            )
         width, heads, groups = self.hidden_size, self.num_attention_heads, self.key_value_heads
         if width % heads:
             yield f"hidden_size {width} is not a multiple of num_attention_heads {heads}"

@@ -23,6 +23,7 @@ from infini_model.data.loading.windows import (
     validation_batches,
 )
 from infini_model.data.manifest import Manifest, Split, read_manifest
+from infini_model.model.layers import Part
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
@@ -66,10 +67,10 @@ class Score(BaseModel):
 
 
 class Pass(NamedTuple):
-    """A pass over the sample of a split; `empty_memory` empties it before every segment."""
+    """A pass over the sample of a split; `without` is a part of the attention knocked out."""
 
     split: Split
-    empty_memory: bool = False
+    without: Part | None = None
 
 
 def kept_or_computed(folder: Path, part: str, compute: Callable[[], Any]) -> Any:
@@ -148,25 +149,24 @@ class EvalContext:
             return 0
         return len(sample_windows(len(self._windows[split]), self.config.evaluation.max_windows))
 
-    def score(self, split: Split, *, empty_memory: bool = False) -> Score:
+    def score(self, split: Split, without: Part | None = None) -> Score:
         """The score of a split, computed once.
 
-        `empty_memory` empties the memory before every segment. Raises `CheckpointError` if the loss
-        is not finite.
+        `without` is as in `Pass`. Raises `CheckpointError` if the loss is not finite.
         """
         if not self.sample_size(split):
             log.warning(
                 "%s: split %s is too small for one window; not scored", self.dataset_dir, split
             )
             return Score()
-        key, settings = Pass(split, empty_memory), self.config.evaluation
+        key, settings = Pass(split, without), self.config.evaluation
         if key in self._scores:
             return self._scores[key]
         totals, windows = torch.zeros(2, 1), 0
         for batch in validation_batches(
             self._windows[split], settings.batch_size, max_windows=settings.max_windows
         ):
-            totals = totals + self._scorer.score(batch, empty_memory=empty_memory).cpu()
+            totals = totals + self._scorer.score(batch, without).cpu()
             windows += len(batch.tokens)
             self.on_windows(len(batch.tokens))
         sums, counts = totals
@@ -200,9 +200,9 @@ class EvalContext:
             rows.append(total)
         return torch.stack(rows)
 
-    def losses(self, batch: Batch, *, empty_memory: bool = False) -> tuple[Tensor, Tensor]:
+    def losses(self, batch: Batch, without: Part | None = None) -> tuple[Tensor, Tensor]:
         """As `Scorer.losses`, for sequences that a task makes itself."""
-        return self._scorer.losses(batch, empty_memory=empty_memory)
+        return self._scorer.losses(batch, without)
 
     def kept_folder(self, task: str, settings: Mapping[str, object]) -> Path:
         """The folder of the finished parts of a task, named by all that decides the results.

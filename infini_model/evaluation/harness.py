@@ -128,7 +128,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         without a memory are the harness's own for a context of `segment_length`.
         """
         ids, config = context + continuation, self._model.config
-        longest = config.segment_length if config.memory == "none" else len(ids)
+        longest = len(ids) if config.has_past else config.segment_length
         for start in range(len(context), len(ids), longest):
             end = min(start + longest, len(ids))
             yield ids[max(0, end - 1 - longest) : end], end - start
@@ -199,7 +199,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         sampling: Sampling,
     ) -> list[str]:
         config = self._model.config
-        if config.memory == "none":  # it reads the last tokens
+        if not config.has_past:  # it reads the last tokens
             room = config.segment_length - sampling.max_new_tokens
             if room < 1:
                 raise UserError(

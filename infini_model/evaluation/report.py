@@ -10,13 +10,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infini_model.config import Config
+from infini_model.config import Config, ModelConfig
 from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.pages import bullets, estimate, picture, table, write_pages
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.evaluation.tasks import load_task
-from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.runtime.runs import EVALUATION, REPORT, REPORT_PAGE, record_evaluation
@@ -211,7 +211,7 @@ def _model_section(context: EvalContext) -> str:
     memory = ", ".join(
         [shape.memory, *(f"{name} shifted" for name, is_on in shifts.items() if is_on)]
     )
-    if shape.memory == "none":
+    if not shape.has_past:
         memory = "none (segments are independent)"
     sees_all = shape.bidirectional and shape.memory == "none"
     segments = (
@@ -231,6 +231,7 @@ def _model_section(context: EvalContext) -> str:
         ),
         ("Objective", config.training.objective),
         ("Context", f"{context_length:,} tokens, seen as a whole" if sees_all else segments),
+        ("Window", "" if sees_all else _window(shape)),
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
         ("Steps", f"{position.step:,} of {context.last_step:,}"),
@@ -238,6 +239,16 @@ def _model_section(context: EvalContext) -> str:
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")
+
+
+def _window(shape: ModelConfig) -> str:
+    """What a token sees exactly."""
+    parts = ["its segment"]
+    if shape.window_segments:
+        parts.append(f"the {shape.window_segments} before it")
+    if shape.window_sinks:
+        parts.append(f"the first {shape.window_sinks} tokens of the document")
+    return " and ".join(parts)
 
 
 def _speed_section(lines: Sequence[Line]) -> str:

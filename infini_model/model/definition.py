@@ -1,8 +1,9 @@
-"""The definition of Infini-attention ("Leave No Context Behind", arXiv 2404.07143) as a plain loop.
+"""The definition of the attention as a plain loop over segments, which states it first.
 
-Beside the paper's rules stands the residual memory: features made of two softmaxes (Hedgehog, arXiv
-2402.04347), written without a normaliser and with two gates of each token, one for what it adds and
-one for what is older; what is read is normed, weighed, and added to the local attention.
+A window of exact attention, and Infini-attention ("Leave No Context Behind", arXiv 2404.07143) to
+everything older. Beside the paper's rules there is the residual memory: features made of two
+softmaxes (Hedgehog, arXiv 2402.04347), written without a normaliser and with two gates of each
+token, one for what it adds and one for what is older; what is read is normed, weighed, and added.
 
 `infini_model.model.attention.infini_attention` computes the same for all segments at once; tests
 compare its results and all gradients with this one, which is not used for training.
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from infini_model.model.kernels.memory_ops import READ_EPSILON, SHARPNESS
-from infini_model.model.memory import Memory, Update
+from infini_model.model.memory import RULES, Memory
 from infini_model.model.rotary import Rope, rotate
 
 
@@ -30,13 +31,15 @@ def attention_by_segment(
     segment_length: int,
     rope: Rope | None = None,
     memory: Memory | None = None,
-    update: Update = "linear",
-    reset: Tensor | None = None,
+    update: str = "linear",
+    document_starts: Tensor | None = None,
     memory_keys: Tensor | None = None,
     memory_values: Tensor | None = None,
     memory_queries: Tensor | None = None,
     memory_gates: Tensor | None = None,
     causal: bool = True,
+    window_segments: int = 0,
+    window_sinks: int = 0,
 ) -> tuple[Tensor, Memory]:
     """`infini_attention`, segment by segment: same arguments and result, all of one dtype."""
     group = q.size(1) // k.size(1)
@@ -45,19 +48,31 @@ def attention_by_segment(
     queries = q if memory_queries is None else memory_queries
     if memory_gates is None:
         memory_gates = keys.new_tensor((1.0, 0.0)).expand(*keys.shape[:3], 2)
-    streams = len(q) // len(keys)
+    rows = len(keys)
+    streams = len(q) // rows
     if memory is None:
-        memory = Memory.empty(
-            update, len(keys), k.size(1), k.size(3), dtype=q.dtype, device=q.device
-        )
-    kv, norm, out = memory.kv, memory.norm, []
+        shape = (rows, k.size(1), k.size(3))
+        memory = RULES[update].empty(*shape, dtype=q.dtype, device=q.device)
+    kv, norm, out, begins = memory.kv, memory.norm, [], [0] * rows
     for number, start in enumerate(range(0, q.size(2), segment_length)):
         segment = slice(start, start + segment_length)
-        if reset is not None:
-            kept = ~reset[:, number].view(-1, 1, 1, 1)
+        if document_starts is not None:
+            kept = ~document_starts[:, number].view(-1, 1, 1, 1)
             kv, norm = kv * kept, None if norm is None else norm * kept[..., 0]
-        query, key, value = (x[:, :, segment] for x in (q, k, v))
-        local = _softmax_attention(query, key, value, rope, causal=causal)  # equation 2
+            starting = document_starts[:, number].tolist()
+            begins = [start if new else old for new, old in zip(starting, begins, strict=True)]
+        local = torch.stack(
+            [
+                _in_sight(
+                    (q[row, :, segment], k[row, :, segment], v[row, :, segment]),
+                    [x[row % rows, :, begins[row % rows] : start] for x in (k, v)],
+                    (segment_length, window_segments, window_sinks),
+                    rope,
+                    causal=causal,
+                )
+                for row in range(len(q))
+            ]
+        )
         reading, writing, value = queries[:, :, segment], keys[:, :, segment], values[:, :, segment]
         is_full = start + segment_length <= q.size(2)
         held = kv.repeat_interleave(group, 1).repeat(streams, 1, 1, 1)
@@ -85,7 +100,7 @@ def attention_by_segment(
         if is_full:
             sigma_k = functional.elu(writing) + 1
             added = sigma_k.sum(2)
-            if update == "delta":  # equation 9, with a bounded divisor: see `memory`
+            if update == "delta":  # equation 9, with a bounded divisor: see `Delta`
                 bound = torch.maximum(*(sigma_k @ x.unsqueeze(-1) for x in (norm, added)))
                 value = value - sigma_k @ kv / bound
             kv, norm = kv + sigma_k.mT @ value, norm + added  # equation 8
@@ -98,16 +113,36 @@ def _two_softmaxes(x: Tensor) -> Tensor:
     return torch.cat((x.softmax(-1), (-x).softmax(-1)), -1)
 
 
-def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, rope: Rope | None, *, causal: bool
+def _in_sight(
+    own: tuple[Tensor, Tensor, Tensor],
+    before: list[Tensor],
+    window: tuple[int, int, int],
+    rope: Rope | None,
+    *,
+    causal: bool,
 ) -> Tensor:
-    """Attention inside one segment, to its preceding positions or to all of them."""
+    """Attention of a segment to its window, in one row (equation 2 if that is the segment).
+
+    `own` are the segment's queries [H, L, D], keys and values [H_kv, L, D], `before` keys and
+    values [H_kv, T, D] of its document before it, `window` is (segment_length, window_segments,
+    window_sinks).
+    """
+    (q, k, v), (length, segments, sinks) = own, window
+    older, near = before[0].size(1), segments * length
+    seen = [*range(max(0, older - near), older)]
+    places = [position - older for position in seen]
+    if older > near:
+        first = [*range(sinks)]
+        seen, places = first + seen, [position - near - sinks for position in first] + places
+    tokens = q.size(1)
+    keys, values = (torch.cat((x[:, seen], y), 1) for x, y in zip(before, (k, v), strict=True))
     if rope is not None:
-        rope = (rope[0][: query.size(2)], rope[1][: query.size(2)])
-        query, key = rotate(query, rope), rotate(key, rope)
-    key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
-    scores = query @ key.mT / math.sqrt(query.size(3))
+        rows = torch.tensor([*places, *range(tokens)]) + len(rope[0]) - length
+        keys = rotate(keys, (rope[0][rows], rope[1][rows]))
+        q = rotate(q, (rope[0][rows[-tokens:]], rope[1][rows[-tokens:]]))
+    keys, values = (x.repeat_interleave(len(q) // len(x), 0) for x in (keys, values))
+    scores = q @ keys.mT / math.sqrt(q.size(2))
     if causal:
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(seen))
         scores = scores.masked_fill(future, -math.inf)
-    return scores.softmax(-1) @ value
+    return scores.softmax(-1) @ values

@@ -1,7 +1,7 @@
 """What measurements of a memory mean, each in a line with its remedy.
 
-To knock a memory out, with the same weights, is to empty it before every segment. That shows what
-the weights rely on, not what a memory is worth: for that a model has to be trained without one.
+To knock a memory out, with the same weights, is to read nothing from it. That shows what the
+weights rely on, not what a memory is worth: for that a model has to be trained without one.
 """
 
 from __future__ import annotations
@@ -26,20 +26,14 @@ def effect(gain: float, low: float, high: float) -> float:
     return 0.0 if round(low, PLACES) <= 0.0 <= round(high, PLACES) else shown
 
 
-def hurts(gain: float, error: float, memory: str) -> str | None:
+def hurts(gain: float, error: float) -> str | None:
     """Of a memory that lowers the loss by `gain` nats, with its standard error."""
     found = effect(gain, gain - 2.0 * error, gain + 2.0 * error)
     if found >= 0.0:
         return None
-    others = {
-        "linear": "Start with less of it (a lower model.gate_start), write it by "
-        "model.memory=delta, or train longer.",
-        "delta": "Start with less of it (a lower model.gate_start), or train longer.",
-        "residual": "Train longer.",
-    }
     return (
         f"The memory hurts: with the same weights the loss is {-found:.{PLACES}f} lower without "
-        f"it. {others[memory]}"
+        "it. Train longer, or without it: model.memory=none."
     )
 
 

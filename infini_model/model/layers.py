@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,97 +10,59 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from infini_model.config import AttentionBackend, ModelConfig
-from infini_model.model.attention import (
-    infini_attention,
-    read_memory,
-    segmented_local_attention,
-)
+from infini_model.model.cache import CacheUpdate
 from infini_model.model.kernels.attention import local_attention
 from infini_model.model.kernels.compile import compile_in_training
-from infini_model.model.kernels.memory_ops import memory_dtype
-from infini_model.model.key_shift import streams_with_previous, with_previous
-from infini_model.model.memory import Memory, update_memory
-from infini_model.model.precision import as_operand, product_input
+from infini_model.model.memory import make_rule
+from infini_model.model.precision import product_input
 from infini_model.model.rotary import Rope, rope_tables, rotate
-from infini_model.model.state import CacheUpdate, LayerState, empty_memory
+from infini_model.model.state import LayerState, State
+from infini_model.model.window import Sight, Window, segmented
 
-# The last part of the names of the memory's own parameters; all others are Llama's.
-MEMORY_PARAMETERS = (
-    "gate",
-    "memory_weight",
-    "memory_write_gate",
-    "memory_forget_gate",
-    "memory_key_shift",
-    "memory_query_shift",
-)
-
-# Where the gates of a residual memory start, before sigmoid and softplus: a token writes 90% of its
-# value, and lets 0.01% fade of what the memory holds. With 0.1%, text is learned as well, and pass
-# keys are lost at four times the trained length (`benchmarks.passkey`).
-WRITE_START, FORGET_START = 2.2, -9.0
+# The parts of the attention beside a token's own segment, which may be knocked out.
+Part = Literal["memory", "window"]
 
 
 class LayerContext(NamedTuple):
     """What all layers of a pass share.
 
     Attributes:
-        rope: (cos, sin) by position inside the segment, each [segment_length, D].
-        reset: [B, segments] bool, true where a segment starts a new document; None means
+        window: What is in sight.
+        rope: (cos, sin), each [k + n · L + L, D], by position relative to the segment; see
+            `Window.attend`.
+        document_starts: [B, segments] bool, true where a segment starts a new document; None means
             that none does.
+        sight: What the segments see beside themselves; None if that is nothing.
         update: Where the tokens go in the open segment of each row; None if they start on a segment
             border.
         streams: The first B / streams rows are written to the memory, which all rows read.
         keep_state: Whether there is a state after the pass.
+        without_memory: Whether the memory is knocked out: nothing is read from it.
     """
 
+    window: Window
     rope: Rope
-    reset: Tensor | None = None
+    document_starts: Tensor | None = None
+    sight: Sight | None = None
     update: CacheUpdate | None = None
     streams: int = 1
     keep_state: bool = True
+    without_memory: bool = False
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a memory; see `infini_model.model.attention`."""
+    """Grouped-query attention: a window and a memory; see `infini_model.model.attention`."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.backend = config, backend
         self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
         kv_width = config.key_value_heads * self.head_dim
+        self.memory = make_rule(config)
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        if config.memory == "residual":
-            self.memory_weight = nn.Parameter(
-                torch.zeros(config.num_attention_heads, self.head_dim)
-            )
-            gates = torch.zeros(config.key_value_heads, config.hidden_size)
-            self.memory_write_gate = nn.Parameter(gates)
-            self.memory_forget_gate = nn.Parameter(gates.clone())
-        elif config.memory != "none":
-            gates = torch.full((config.num_attention_heads,), config.gate_start)
-            self.gate = nn.Parameter(gates)
-        if config.memory != "none" and config.memory_key_shift:
-            self.memory_key_shift = nn.Parameter(torch.full((config.key_value_heads,), 0.5))
-        if config.memory != "none" and config.memory_query_shift:
-            queries = torch.full((config.num_attention_heads,), 0.5)
-            self.memory_query_shift = nn.Parameter(queries)
-
-    @property
-    def read_weight(self) -> nn.Parameter:
-        """What weighs that which is read from the memory: `gate` [H], or `memory_weight` [H, D]."""
-        return self.memory_weight if self.config.memory == "residual" else self.gate
-
-    def read_strength(self, gather: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
-        """How much each head reads, [H] float32: sigmoid(gate), or the RMS of `memory_weight`.
-
-        `gather` assembles a weight that is sharded over processes.
-        """
-        weight = gather(self.read_weight.detach()).float()
-        return weight.sigmoid() if weight.dim() == 1 else weight.square().mean(1).sqrt()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, H_kv, T, D] of `x` [B, T, hidden]."""
@@ -111,39 +72,6 @@ class Attention(nn.Module):
         )
         return q, k, v
 
-    def shift_keys(self, k: Tensor, previous: Tensor | None, starts: Tensor | None) -> Tensor:
-        """Memory keys; the arguments are those of `with_previous`."""
-        if self.config.memory == "none" or not self.config.memory_key_shift:
-            return k
-        return with_previous(k, self.memory_key_shift, previous, starts)
-
-    def shift_queries(
-        self, q: Tensor, previous: Tensor | None, starts: Tensor | None, streams: int = 1
-    ) -> Tensor:
-        """Memory queries; as `shift_keys`, or as `streams_with_previous` for several streams."""
-        if self.config.memory == "none" or not self.config.memory_query_shift:
-            return q
-        if streams == 1:
-            return with_previous(q, self.memory_query_shift, previous, starts)
-        if starts is None:
-            shape = (len(q) // streams, q.size(2))
-            starts = torch.zeros(shape, dtype=torch.bool, device=q.device)
-        return streams_with_previous(q, self.memory_query_shift, starts, self.config.segment_length)
-
-    def memory_gates(self, x: Tensor) -> Tensor | None:
-        """β = sigmoid(W x + 2.2) and g = −softplus(W' x − 9) of `x` [B, T, hidden].
-
-        Returns:
-            [B, H_kv, T, 2], float32 (float64 for float64); None but for a residual memory.
-        """
-        if self.config.memory != "residual":
-            return None
-        weights = torch.cat((self.memory_write_gate, self.memory_forget_gate))
-        product = functional.linear(x, as_operand(weights, x)).to(memory_dtype(x.dtype))
-        writing, forgetting = product.transpose(1, 2).chunk(2, dim=1)
-        scale = (writing + WRITE_START).sigmoid()
-        return torch.stack((scale, -functional.softplus(forgetting + FORGET_START)), dim=-1)
-
     def forward(
         self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, LayerState | None]:
@@ -151,134 +79,70 @@ class Attention(nn.Module):
 
         With several streams, the state is that of the rows that are written.
         """
-        config, length = self.config, self.config.segment_length
-        rope, reset, _, streams, keep_state = context
+        window, rope, streams, tokens = context.window, context.rope, context.streams, x.size(1)
         q, k, v = self.project(x)
         # Not a chunk of a single stream: its backward pass would copy it.
-        clean, keys, values, written = (
-            y if streams == 1 else y.chunk(streams)[0] for y in (q, k, v, x)
-        )
-        starts = None
-        if reset is not None:
-            starts = functional.pad(reset.unsqueeze(-1), (0, length - 1)).flatten(1)[:, : k.size(2)]
-        last_key = last_query = memory = None
+        keys, values, written = (y if streams == 1 else y.chunk(streams)[0] for y in (k, v, x))
+        earlier, rule_state = None, None
         if state is not None:
-            last_key, last_query, memory = state.last_key, state.last_query, state.memory
-        memory_keys = self.shift_keys(keys, last_key, starts)
-        gates = self.memory_gates(written)
-        local: dict[str, Any] = {
-            "segment_length": length,
-            "rope": rope,
-            "backend": self.backend,
-            "causal": not config.bidirectional,
-        }
-        if config.memory == "none":
-            out = segmented_local_attention(q, k, v, **local)
-            memory = empty_memory(config, keys) if memory is None else memory
-        else:
-            out, memory = infini_attention(
-                *(q, k, v, self.read_weight),
-                memory=memory,
-                update=config.memory,
-                reset=reset,
-                memory_keys=memory_keys,
-                memory_values=values,
-                memory_queries=self.shift_queries(q, last_query, starts, streams),
-                memory_gates=gates,
-                **local,
-            )
+            earlier, rule_state = window.earlier(state.keys, state.values, rope), state.rule
+        # A pass of less than a segment is no longer than itself, unless it sees whole ones.
+        length = min(window.segment_length, tokens) if earlier is None else window.segment_length
+        rule, starts, keep_state = self.memory, context.document_starts, context.keep_state
+        if context.without_memory:
+            rule = None
+        is_read = tokens > length or state is not None or keep_state
+        inputs = None
+        if rule is not None and is_read:
+            inputs = rule.inputs(written, q, keys, starts, rule_state)
+        queries, local_keys, local_values = (segmented(y, length) for y in (q, k, v))
+        out = window.attend(
+            *(queries, local_keys, local_values, rope),
+            tokens=tokens,
+            rows=len(keys),
+            sight=context.sight,
+            earlier=earlier,
+        )
         after = None
-        if keep_state:
-            after = self._state_after(clean, keys, values, memory_keys, gates, memory, rope)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), after
-
-    def _state_after(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        memory_keys: Tensor,
-        gates: Tensor | None,
-        memory: Memory,
-        rope: Rope,
-    ) -> LayerState:
-        """The state after a pass over all segments; `memory` is of the full ones."""
-        config, length = self.config, self.config.segment_length
-        # What follows a bidirectional segment would need it anew.
-        full = k.size(2) if config.bidirectional else k.size(2) // length * length
-        # Copies: views would keep the whole sequence and all its memories in the state.
-        open_keys, open_values, open_memory_keys = (
-            y[:, :, full:].clone() for y in (k, v, memory_keys)
-        )
-        cos, sin = (table[: open_keys.size(2)] for table in rope)
-        return LayerState(
-            memory.map(Tensor.clone),
-            rotate(open_keys, (cos, sin)),
-            open_values,
-            open_memory_keys,
-            None if gates is None else gates[:, :, full:].clone(),
-            k[:, :, -1].clone(),
-            q[:, :, -1].clone() if config.memory_query_shift else None,
-        )
+        if rule is not None and inputs is not None:
+            out, after = rule(inputs, values, out, starts, rule_state, keep_state=keep_state)
+        elif rule is not None:
+            out = rule.unread(out)
+        out = self.o_proj(out.permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)[:, :tokens])
+        if not context.keep_state:
+            return out, None
+        caches = window.carried(keys, values, rope, context.sight, earlier)
+        return out, LayerState(*caches, after)
 
     def advance(
-        self, x: Tensor, rope: Rope, state: LayerState, update: CacheUpdate
+        self, x: Tensor, context: LayerContext, update: CacheUpdate, state: LayerState
     ) -> tuple[Tensor, LayerState]:
         """Attend to `x` [B, T, hidden], which lies in the open segment of each row."""
-        length = self.config.segment_length
+        window, (cos, sin) = context.window, context.rope
+        kept, length = window.kept, window.segment_length
         q, k, v = self.project(x)
-        starts = update.starts[:, None, None]
-        previous = torch.where(starts, k[:, :, 0], state.last_key.to(k.dtype))
-        memory_keys = self.shift_keys(k, previous, None)
         # Padding has no position: it gets some valid angle, and its result is ignored.
-        cos, sin = (table[update.slots.clamp(max=length - 1)].unsqueeze(1) for table in rope)
-        keys = update.write(state.keys, rotate(k, (cos, sin)), length)
-        values = update.write(state.values, v, length)
-        open_memory_keys = update.write(state.memory_keys, memory_keys, length)
-        gates, open_gates = self.memory_gates(x), state.memory_gates
-        if gates is not None and open_gates is not None:
-            open_gates = update.write(open_gates, gates, length)
+        rows = kept + update.slots.clamp(max=length - 1)
+        rope = (cos[rows].unsqueeze(1), sin[rows].unsqueeze(1))
+        keys = update.write(state.keys, rotate(k, rope), kept)
+        values = update.write(state.values, v, kept)
         used = update.mask.size(-1)
         out = local_attention(
-            rotate(q, (cos, sin)),
+            rotate(q, rope),
             keys[:, :, :used],
             values[:, :, :used],
-            backend=self.backend,
+            backend=window.backend,
             mask=update.mask,
         )
-        memory, last_query = state.memory, state.last_query
-        if self.config.memory != "none":
-            memory_queries = q
-            if last_query is not None:
-                before = torch.where(starts, q[:, :, 0], last_query.to(q.dtype))
-                memory_queries = self.shift_queries(q, before, None)
-                last_query = update.newest(q, before)
-            out = read_memory(memory_queries, out, self.read_weight, memory)
-            memory = self._write_full_segments(memory, open_memory_keys, values, open_gates, update)
-        last_key = update.newest(k, previous)
-        after = LayerState(memory, keys, values, open_memory_keys, open_gates, last_key, last_query)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), after
-
-    def _write_full_segments(
-        self,
-        memory: Memory,
-        keys: Tensor,
-        values: Tensor,
-        gates: Tensor | None,
-        update: CacheUpdate,
-    ) -> Memory:
-        """The memory after the segments that `update` completes; other rows keep theirs."""
-        if update.completes is None or self.config.memory == "none":
-            return memory
-        length, completes = self.config.segment_length, update.completes
-        keys, values = (x[:, :, :length] for x in (keys, values))
-        gates = None if gates is None else gates[:, :, :length]
-        updated = update_memory(memory, keys, values, self.config.memory, gates)
-
-        def chosen(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where(completes.view(-1, *[1] * (old.dim() - 1)), new, old)
-
-        return updated.map(chosen, memory)
+        after = None
+        if self.memory is not None and state.rule is not None:
+            chunk = (x, q, k, values[:, :, kept:], out)
+            out, after = self.memory.advance(*chunk, state.rule, update)
+        if update.completes is not None:
+            keys, values = window.shifted(
+                keys, values, context.rope, update.completes, update.is_first
+            )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), LayerState(keys, values, after)
 
 
 class Mlp(nn.Module):
@@ -315,11 +179,11 @@ class DecoderLayer(nn.Module):
         compiled: Whether training compiles `attend`; False by default.
     """
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.compiled = False
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config, backend)
+        self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
 
@@ -338,7 +202,7 @@ class DecoderLayer(nn.Module):
         """The residual stream after the attention, the feed-forward's input, and the state."""
         normed = product_input(self.input_layernorm(x))
         if context.update is not None and state is not None:
-            attended, after = self.self_attn.advance(normed, context.rope, state, context.update)
+            attended, after = self.self_attn.advance(normed, context, context.update, state)
         else:
             attended, after = self.self_attn(normed, context, state)
         x = x + attended
@@ -359,12 +223,21 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, backend: AttentionBackend) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.window = Window(
+            config.segment_length,
+            config.window_segments,
+            config.window_sinks,
+            not config.bidirectional,
+            backend,
+        )
         cos, sin = rope_tables(
-            config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
+            config.segment_length,
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            before=self.window.kept,
         )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -384,22 +257,35 @@ class Decoder(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        states: tuple[LayerState, ...] | None = None,
-        reset: Tensor | None = None,
+        state: State | None = None,
+        document_starts: Tensor | None = None,
         update: CacheUpdate | None = None,
         *,
         streams: int = 1,
         keep_state: bool = True,
+        without: Part | None = None,
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """[B, T] ids to [B, T, hidden], and the layers' states after them, if they are to be kept.
 
-        `reset`, `update`, `streams` and `keep_state` are those of `LayerContext`.
+        `document_starts`, `update`, `streams` and `keep_state` are those of `LayerContext`;
+        `without` is the part of the attention that is knocked out.
         """
         x, after = self.embed_tokens(input_ids), list[LayerState]()
-        context = LayerContext((self.cos, self.sin), reset, update, streams, keep_state)
+        window, sight = self.window, None
+        if without == "window":
+            window = window._replace(segments=0, sinks=0)
+        if update is None and window.kept:
+            rows = len(input_ids) // streams
+            before = torch.zeros(rows, dtype=torch.int64) if state is None else state.position
+            before = (before // window.segment_length).to(input_ids.device)
+            sight = window.sight(document_starts, before, input_ids.size(1))
+        context = LayerContext(
+            *(window, (self.cos, self.sin), document_starts, sight, update, streams, keep_state),
+            without_memory=without == "memory",
+        )
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            inputs = (x, context, None if states is None else states[index])
+            inputs = (x, context, None if state is None else state.layers[index])
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

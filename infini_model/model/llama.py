@@ -1,11 +1,9 @@
 """Infini-Llama: a Llama whose attention carries a compressive memory.
 
-Parameters are named as in Hugging Face's Llama; each attention adds `gate`, or for the residual
-memory `memory_weight`, `memory_write_gate` and `memory_forget_gate`, and with the key shift
-`memory_key_shift`, with the query shift `memory_query_shift`. On a single segment the model is
-exactly Llama. With `bidirectional` each position sees its whole segment: without a memory it is
-LLaDA (arXiv 2502.09992), with one it is a model of block diffusion (arXiv 2503.09573) whose past is
-the memory.
+Parameters are named as in Hugging Face's Llama; each attention adds those of the rule of its memory
+(`infini_model.model.memory`). As far as its window reaches the model is exactly Llama. With
+`bidirectional` each position sees its whole segment: without a past it is LLaDA (arXiv 2502.09992),
+with one it is a model of block diffusion (arXiv 2503.09573) whose past is memory and window.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infini_model.config import AttentionBackend, LoraConfig, ModelConfig
+from infini_model.model.cache import CacheUpdate
 from infini_model.model.hf.adapter import read_adapter, read_adapter_tensors
 from infini_model.model.hf.config import read_config
 from infini_model.model.hf.weights import (
@@ -26,11 +25,12 @@ from infini_model.model.hf.weights import (
     with_own_output,
     write_checkpoint,
 )
-from infini_model.model.layers import MEMORY_PARAMETERS, Attention, Decoder
+from infini_model.model.layers import Attention, Decoder, Part
 from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
 from infini_model.model.loss import IGNORED, fused_linear_cross_entropy
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.model.precision import PRECISIONS
-from infini_model.model.state import CacheUpdate, LayerState, State, empty_memory
+from infini_model.model.state import LayerState, State
 from infini_model.runtime.errors import ConfigError
 
 
@@ -43,10 +43,7 @@ class ModelOutput(NamedTuple):
 
 
 class GateStatistics(NamedTuple):
-    """sigmoid(gate), the share of the memory in the output, over the heads of one layer.
-
-    Of a residual memory the root mean square of `memory_weight`, over the width of a head.
-    """
+    """How much is read from the memory, `Rule.strength`, over the heads of one layer."""
 
     mean: float
     minimum: float
@@ -101,7 +98,7 @@ class InfiniLlama(nn.Module):
         input_ids: Tensor,
         state: State | None = None,
         labels: Tensor | None = None,
-        reset: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> ModelOutput:
         """Logits of the next tokens, or the mean loss against `labels`.
 
@@ -113,8 +110,9 @@ class InfiniLlama(nn.Module):
             labels: [B, T] int64, already aligned: labels[:, t] is the token that follows
                 input_ids[:, t], or in a bidirectional model the one at t itself. Unlike Hugging
                 Face's models, this one does not shift them. -100 is ignored.
-            reset: [B, ceil(T / segment_length)] bool, true where a segment starts a new document.
-                The sequence must then start on a segment border.
+            document_starts: [B, ceil(T / segment_length)] bool, true where a segment starts a new
+                document, which knows nothing of what precedes it. The sequence must then start on a
+                segment border.
 
         Returns:
             Without labels, logits [B, T, vocab_size]; with labels, their mean loss, float32
@@ -122,10 +120,10 @@ class InfiniLlama(nn.Module):
             state after the last token.
 
         Raises:
-            ValueError: A shape does not fit, `reset` is given inside a segment, or a bidirectional
-                model is given a state without a memory or inside a segment.
+            ValueError: A shape does not fit, `document_starts` is given inside a segment, or a
+                bidirectional model is given a state without a past or inside a segment.
         """
-        hidden, after = self.extend(input_ids, state, reset)
+        hidden, after = self.extend(input_ids, state, document_starts)
         if labels is None:
             return ModelOutput(self.lm_head(hidden), None, after)
         if labels.shape != input_ids.shape:
@@ -137,16 +135,24 @@ class InfiniLlama(nn.Module):
         )
         return ModelOutput(None, total / (labels != IGNORED).sum().clamp(min=1), after)
 
-    def hidden(self, input_ids: Tensor, reset: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        document_starts: Tensor | None = None,
+        without: Part | None = None,
+    ) -> Tensor:
         """The inputs of `lm_head`, [B, T, hidden], of whole texts, given as to `forward`.
 
-        Objectives compute their losses from this: no state is built.
+        Objectives compute their losses from this: no state is built. `without` is a part of the
+        attention that is knocked out, to measure what it contributes.
 
         Raises:
             ValueError: `input_ids` is not [B, T].
         """
         self._check_shape(input_ids)
-        hidden: Tensor = self.model(input_ids, reset=reset, keep_state=False)[0]
+        hidden: Tensor = self.model(
+            input_ids, document_starts=document_starts, keep_state=False, without=without
+        )[0]
         return hidden
 
     @staticmethod
@@ -155,9 +161,13 @@ class InfiniLlama(nn.Module):
             raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
 
     def two_stream_forward(
-        self, noisy_ids: Tensor, clean_ids: Tensor, reset: Tensor | None = None
+        self,
+        noisy_ids: Tensor,
+        clean_ids: Tensor,
+        document_starts: Tensor | None = None,
+        without: Part | None = None,
     ) -> Tensor:
-        """As `hidden`, for segments of `noisy_ids` that read the memory of `clean_ids` before them.
+        """As `hidden`, for segments of `noisy_ids` whose past, in both parts, is of `clean_ids`.
 
         Both are [B, T], whole segments of the same texts, and pass through the model as two streams
         of the same weights.
@@ -172,14 +182,16 @@ class InfiniLlama(nn.Module):
                 f"{list(clean_ids.shape)}, got {list(noisy_ids.shape)}"
             )
         both = torch.cat((clean_ids, noisy_ids))
-        hidden: Tensor = self.model(both, reset=reset, streams=2, keep_state=False)[0]
+        hidden: Tensor = self.model(
+            both, document_starts=document_starts, streams=2, keep_state=False, without=without
+        )[0]
         return hidden[batch:]
 
     def extend(
         self,
         input_ids: Tensor,
         state: State | None,
-        reset: Tensor | None = None,
+        document_starts: Tensor | None = None,
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
@@ -192,10 +204,9 @@ class InfiniLlama(nn.Module):
         """
         self._check_shape(input_ids)
         if state is None:
-            hidden, layers = self.model(input_ids, reset=reset)
-            return hidden, State(
-                layers, torch.full((len(input_ids),), input_ids.size(1), device="cpu")
-            )
+            hidden, layers = self.model(input_ids, document_starts=document_starts)
+            seen = torch.zeros(len(input_ids), dtype=torch.int64, device="cpu")
+            return hidden, State(layers, self._position(seen, input_ids, document_starts))
         self._refuse_without_state()
         length, parts, start = self.config.segment_length, [], 0
         if len(state.position) != input_ids.size(0):
@@ -204,32 +215,42 @@ class InfiniLlama(nn.Module):
             )
         while start < input_ids.size(1):
             filled = int((state.position % length).max())
-            if filled and reset is not None:
-                raise ValueError("reset: expected a state that ends on a segment border")
+            if filled and document_starts is not None:
+                raise ValueError("document_starts: expected a state that ends on a segment border")
             if filled:
                 chunk = input_ids[:, start : start + length - filled]
                 hidden, state = self.advance(chunk, state, in_place=in_place)
             else:
                 chunk = input_ids[:, start:]
-                reset = self._with_sequence_starts(reset, state, chunk)
-                hidden, layers = self.model(chunk, state.layers, reset)
-                state = State(layers, state.position + chunk.size(1))
+                starts = self._with_sequence_starts(document_starts, state, chunk)
+                hidden, layers = self.model(chunk, state, starts)
+                state = State(layers, self._position(state.position, chunk, starts))
             parts.append(hidden)
             start += chunk.size(1)
         return torch.cat(parts, dim=1), state
 
+    def _position(self, before: Tensor, chunk: Tensor, starts: Tensor | None) -> Tensor:
+        """`State.position` after a chunk that starts on a segment border."""
+        if starts is None:
+            return before + chunk.size(1)
+        starts, length = starts.cpu(), self.config.segment_length
+        last = torch.where(starts, torch.arange(starts.size(1)), -1).amax(1)
+        return chunk.size(1) + torch.where(last < 0, before, -length * last)
+
     def _with_sequence_starts(
-        self, reset: Tensor | None, state: State, chunk: Tensor
+        self, document_starts: Tensor | None, state: State, chunk: Tensor
     ) -> Tensor | None:
-        """`reset`, set also at the first segment of each row that has seen no token yet."""
+        """`document_starts`, with the first segment of each row that has seen no token yet."""
         starts = state.position == 0
         if not bool(starts.any()):
-            return reset
-        if reset is None:
+            return document_starts
+        if document_starts is None:
             segments = -(-chunk.size(1) // self.config.segment_length)
-            reset = torch.zeros(len(chunk), segments, dtype=torch.bool, device=chunk.device)
-        first = torch.arange(reset.size(1), device=chunk.device) == 0
-        return reset | (first & starts.to(chunk.device)[:, None])
+            document_starts = torch.zeros(
+                len(chunk), segments, dtype=torch.bool, device=chunk.device
+            )
+        first = torch.arange(document_starts.size(1), device=chunk.device) == 0
+        return document_starts | (first & starts.to(chunk.device)[:, None])
 
     def advance(
         self,
@@ -266,37 +287,31 @@ class InfiniLlama(nn.Module):
             state.position,
             counts,
             width,
-            self.config.segment_length,
+            self.model.window,
             input_ids.device,
             in_place=in_place,
         )
-        hidden, layers = self.model(input_ids, state.layers, None, update)
+        hidden, layers = self.model(input_ids, state, None, update)
         return hidden, State(layers, state.position + counts)
 
     def empty_state(self, batch: int) -> State:
         """The state before the first token of `batch` sequences.
 
-        Raises `ValueError` if the model is bidirectional without a memory.
+        Raises `ValueError` if the model is bidirectional without a past.
         """
         self._refuse_without_state()
-        config, weight = self.config, self.model.norm.weight
-        shape = (batch, config.key_value_heads, config.segment_length + 1, config.head_dim)
-        layers = []
-        for _ in range(config.num_hidden_layers):
-            keys, values, memory_keys = (weight.new_zeros(shape) for _ in range(3))
-            memory = empty_memory(config, keys)
-            gates = last_query = None
-            if config.memory == "residual":
-                gates = memory.kv.new_zeros(*shape[:-1], 2)
-            if config.memory_query_shift:
-                last_query = weight.new_zeros(batch, config.num_attention_heads, config.head_dim)
-            layers.append(
-                LayerState(memory, keys, values, memory_keys, gates, keys[:, :, 0], last_query)
-            )
+        config, like, layers = self.config, self.model.norm.weight, list[LayerState]()
+        heads, slots = config.key_value_heads, config.segment_length + 1
+        for attention in self.attentions:
+            shape = (batch, heads, self.model.window.kept + slots, config.head_dim)
+            keys, values = like.new_zeros(shape), like.new_zeros(shape)
+            rule = attention.memory
+            state = None if rule is None else rule.empty_state(batch, config, like)
+            layers.append(LayerState(keys, values, state))
         return State(tuple(layers), torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def _refuse_without_state(self) -> None:
-        if self.config.bidirectional and self.config.memory == "none":
+        if self.config.bidirectional and not self.config.has_past:
             raise ConfigError("model.bidirectional: a bidirectional segment has no state to extend")
 
     @property
@@ -311,14 +326,13 @@ class InfiniLlama(nn.Module):
 
         `gather` assembles a weight that is sharded over processes.
         """
-        if self.config.memory == "none":
-            return []
         statistics = []
-        for attention in self.attentions:
-            heads = attention.read_strength(gather)
-            statistics.append(
-                GateStatistics(heads.mean().item(), heads.min().item(), heads.max().item())
-            )
+        for rule in (attention.memory for attention in self.attentions):
+            if rule is not None:
+                heads = rule.strength(gather(rule.weight.detach()))
+                statistics.append(
+                    GateStatistics(heads.mean().item(), heads.min().item(), heads.max().item())
+                )
         return statistics
 
     @classmethod

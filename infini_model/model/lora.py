@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from infini_model.config import LoraConfig
-from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.model.precision import as_operand
 
 FROZEN = torch.bfloat16

@@ -14,16 +14,23 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rope_tables(
-    length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    length: int,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    *,
+    before: int = 0,
 ) -> Rope:
-    """cos and sin of the rotary embedding, each [length, head_dim] float32, on the CPU.
+    """cos and sin of the rotary embedding at positions from −before to length − 1, on the CPU.
+
+    Each is [before + length, head_dim] float32.
 
     `scaling` changes the frequencies as Llama 3.1 does (The Llama 3 Herd of Models, arXiv
     2407.21783; the rule is that of Hugging Face's `rope_type: llama3`).
     """
     # The device is explicit because a model may be built on `meta`, and no file holds these tables.
     even = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-    position = torch.arange(length, dtype=torch.float32, device="cpu")
+    position = torch.arange(-before, length, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / theta ** (even / head_dim)
     if scaling is not None:
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)

@@ -110,7 +110,7 @@ def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
     config, mask = model.config, model.config.mask_token_id
     if mask is None or not config.bidirectional:
         raise UserError("the model is causal: it has no mask token to generate from")
-    if config.memory == "none" and len(prompt) >= config.segment_length:
+    if not config.has_past and len(prompt) >= config.segment_length:
         raise UserError(
             f"prompt: its {len(prompt):,} tokens leave no room in the model's context of "
             f"{config.segment_length:,}"
@@ -125,7 +125,7 @@ def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
 def _read(model: InfiniLlama, prompt: Sequence[int]) -> tuple[State | None, list[int]]:
     """The state after the full segments of the prompt, None without a memory, and what is left."""
     config, known = model.config, list(prompt)
-    if config.memory == "none":
+    if not config.has_past:
         return None, known
     state, length = model.empty_state(1), config.segment_length
     at_once = max(1, PREFILL_TOKENS // length) * length

@@ -1,13 +1,13 @@
-"""Block diffusion (arXiv 2503.09573) whose past is a compressive memory.
+"""Block diffusion (arXiv 2503.09573) whose past is a compressive memory and a window.
 
 The segments of a window are blocks, from left to right. Each is filled in as a window of masked
 diffusion (arXiv 2502.09992) is, given all the blocks before it, so the sum over blocks bounds the
-window's negative log-likelihood. Here a block does not attend to those before it: it reads them
-from the memory of Infini-attention (arXiv 2404.07143), so generation holds as much for a long text
-as for a short one.
+window's negative log-likelihood. Here a block does not attend to all those before it: it reads them
+from the memory of Infini-attention (arXiv 2404.07143) and sees those in its window, so generation
+holds as much for a long text as for a short one.
 
 All blocks are trained at once by two streams of the same weights: a clean one writes the memory,
-and in a noisy one each masked block reads the memory of the clean blocks before it.
+and in a noisy one each masked block reads the memory of the clean blocks before it, and sees them.
 """
 
 from __future__ import annotations
@@ -33,4 +33,6 @@ class BlockDiffusion(MaskedDiffusion):
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
         """The inputs of `lm_head` in the noisy stream, [B, T, hidden]."""
         clean = torch.where(inputs.labels == IGNORED, inputs.input_ids, inputs.labels)
-        return model.two_stream_forward(inputs.input_ids, clean, inputs.reset)
+        return model.two_stream_forward(
+            inputs.input_ids, clean, inputs.document_starts, inputs.without
+        )

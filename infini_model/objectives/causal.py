@@ -26,7 +26,7 @@ class CausalLM:
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row as inputs, 1 … L as labels."""
-        tokens, valid, reset, _, prompts = batch
+        tokens, valid, document_starts, _, prompts = batch
         length = tokens.size(2) - 1
         labels = tokens.narrow(2, 1, length)
         positions = torch.arange(length, device=tokens.device)
@@ -38,16 +38,16 @@ class CausalLM:
         labels = labels.flatten(1)
         ids, counted = tokens.narrow(2, 0, length).flatten(1), labels != IGNORED
         if prompts is None:
-            return Inputs(ids, labels, reset, counted)
+            return Inputs(ids, labels, document_starts, counted)
         share = shares(counted)
-        return Inputs(ids, labels, reset, share, share.float())
+        return Inputs(ids, labels, document_starts, share, share.float())
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
         """Cross entropy in nats, computed without materializing all logits."""
-        hidden = model.hidden(inputs.input_ids, inputs.reset).flatten(0, 1)
+        hidden = model.hidden(inputs.input_ids, inputs.document_starts, inputs.without)
         targets, output = inputs.labels.flatten(), model.lm_head.weight
         weights = None if inputs.weights is None else inputs.weights.flatten()
-        losses = weighted_losses(hidden, output, targets, weights, reduction)
+        losses = weighted_losses(hidden.flatten(0, 1), output, targets, weights, reduction)
         return losses if reduction == "sum" else losses.view_as(inputs.labels)
 
 

@@ -46,7 +46,7 @@ class MaskedDiffusion:
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row, some of them masked; the labels are the masked tokens."""
-        tokens, valid, reset, keys, prompts = batch
+        tokens, valid, document_starts, keys, prompts = batch
         length = tokens.size(2) - 1
         ids = tokens.narrow(2, 0, length).flatten(1)
         maskable = ids != self.mask_token_id
@@ -66,14 +66,14 @@ class MaskedDiffusion:
         return Inputs(
             ids.masked_fill(masked, self.mask_token_id),
             ids.masked_fill(~masked, IGNORED),
-            reset,
+            document_starts,
             maskable if share is None else share,
             (weights if share is None else weights * share).float(),
         )
 
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
         """The inputs of `lm_head` at all positions, [B, T, hidden]."""
-        return model.hidden(inputs.input_ids, inputs.reset)
+        return model.hidden(inputs.input_ids, inputs.document_starts, inputs.without)
 
     def _hashes(self, keys: Tensor, maskable: Tensor) -> Tensor:
         """An integer for each position of each window, int64 in the shape of `maskable`."""

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from infini_model.data.loading.windows import Batch
+from infini_model.model.layers import Part
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import fused_linear_cross_entropy, token_losses
 
@@ -23,18 +24,21 @@ class Inputs(NamedTuple):
     Attributes:
         input_ids: int64 [B, T].
         labels: int64 [B, T], the target at each position, or -100 for none.
-        reset: bool [B, T / segment_length], true where the memory is emptied first, or None.
+        document_starts: bool [B, T / segment_length], true where a segment starts a new document,
+            or None.
         counted: [B, T], the divisor of the batch's summed loss is the sum of these: bool, 1 at
             each target; of answers, which count the same however long they are, float64, at each
             target its share of the answer.
         weights: float32 [B, T], the factor of each loss in the sum; None is 1.
+        without: The part of the attention that is knocked out, to measure what it contributes.
     """
 
     input_ids: Tensor
     labels: Tensor
-    reset: Tensor | None
+    document_starts: Tensor | None
     counted: Tensor
     weights: Tensor | None = None
+    without: Part | None = None
 
 
 def shares(targets: Tensor) -> Tensor:

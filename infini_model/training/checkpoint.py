@@ -38,6 +38,7 @@ from infini_model.model.hf.adapter import Adapter, write_adapter
 from infini_model.model.hf.config import NO_TOKENS, TokenIds
 from infini_model.model.hf.weights import save_tensors, write_files
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import (
@@ -191,7 +192,7 @@ def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[t
     yield from trained.items()
     for name, parameter in trained.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"{name}{SEPARATOR}{key}", value
+            yield f"{file_name(name)}{SEPARATOR}{key}", value
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:
@@ -388,7 +389,7 @@ def load_optimizer(
     """
     path = checkpoint / OPTIMIZER
     states: dict[str, dict[str, Tensor]] = {}
-    parameters = dict(model.named_parameters())
+    parameters = {file_name(name): each for name, each in model.named_parameters()}
     for full_name, number in world.broadcast(partial(_numbers, path)).items():
         name, _, key = full_name.rpartition(SEPARATOR)
         if name not in parameters:

@@ -113,7 +113,7 @@ def _add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         dump_json(folder / GENERATION, {"eos_token_id": tokenizer.eos_token_id})
         return
     config, path = read_config(folder, {}), folder / TOKENIZER_CONFIG
-    length = config.segment_length if config.memory == "none" else ANY_LENGTH
+    length = ANY_LENGTH if config.has_past else config.segment_length
     dump_json(path, read_json(path) | {"model_max_length": length})
 
 
@@ -125,6 +125,6 @@ def check_target(target: Path) -> None:
 
 
 def opens_in_transformers(folder: Path) -> bool:
-    """Whether a model folder is a plain Llama: without a memory, and causal."""
+    """Whether a model folder is a plain Llama: without memory and window, and causal."""
     config = read_config(folder, {})
-    return config.memory == "none" and not config.bidirectional
+    return not config.has_past and not config.bidirectional

@@ -172,6 +172,7 @@ def _activations(config: Config, parameters: _Parameters, device: Device) -> int
     and write them, and four widths of the feed-forward. The memory keeps states of each segment.
     """
     from infini_model.model.loss import LOGITS_AT_ONCE
+    from infini_model.model.memory import RULES
 
     model, training = config.model, config.training
     auto = HALF if device == "cuda" else FLOAT
@@ -181,13 +182,15 @@ def _activations(config: Config, parameters: _Parameters, device: Device) -> int
     rows = tokens * (2 if training.objective == "block_diffusion" else 1)
     # PyTorch's RMSNorm saves what it has normalised on a CPU.
     residuals = (4 if device == "cpu" else 2) * hidden
-    times, states = {"none": (3, 0), "linear": (4, 1), "residual": (4, 2), "delta": (7, 7)}[
-        model.memory
-    ]
+    rule = RULES.get(model.memory)
+    times, states = (3, 0) if rule is None else (rule.activations, rule.states_kept)
     attention = times * head * (model.num_attention_heads + model.key_value_heads)
     inner = 2 * hidden + attention + 4 * model.intermediate_size
     kept = rows * (FLOAT * residuals + products * inner)
     segments = training.batch_size * math.ceil(config.packing.context_length / model.segment_length)
+    # Older keys and values in sight, each of which a segment has anew, before and after rotation.
+    in_sight = model.window_segments * model.segment_length + model.window_sinks
+    kept += 3 * segments * in_sight * model.key_value_heads * head * products
     kept += states * segments * model.key_value_heads * (head + 1) * head * FLOAT
     if device == "cpu" and model.memory != "none":
         # Autograd keeps the features in float32, and what they read and write.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import statistics
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from infini_model.data.loading.packing import PairPacking
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import RULES
 from infini_model.runtime.errors import DeviceError
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.training.callbacks import Callback, Evaluation, Status, Step
@@ -196,10 +198,11 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
     - Matrices: 6 per parameter, except the embedding, which is a lookup: a multiplication and an
       addition forward, twice that backward (Kaplan et al., arXiv 2001.08361, section 2.1). A frozen
       one has no gradient of its own: 4.
-    - Local attention, of width W = heads · D: a query attends to L/2 of the L keys of its segment
-      on average, at 2W each for the scores and for the sum of values; with the backward
+    - Window, of width W = heads · D: a query attends to L/2 of the L keys of its segment on
+      average, at 2W each for the scores and for the sum of values; with the backward
       3 · 4W · L/2 = 12 · W · L/2. PaLM (Chowdhery et al., arXiv 2204.02311, appendix B) counts
-      twice that, ignoring the mask; in a bidirectional model it is twice that.
+      twice that, ignoring the mask; in a bidirectional model it is twice that. Of the earlier
+      segments in sight it attends to all keys, as far as the row has that many.
     - Memory: a query reads D rows of D per head, 2W · D; a key-value pair is written at 2W_kv · D
       (arXiv 2404.07143, equations 7 and 8). With the backward 6D(W + W_kv), in all segments but
       one: the first reads nothing, and what the last writes is never read. A residual memory has
@@ -217,10 +220,13 @@ def flops_per_token(model: InfiniLlama, length: int) -> float:
     width = config.num_attention_heads * config.head_dim
     kv_width = config.key_value_heads * config.head_dim
     seen = segment if config.bidirectional else segment / 2
+    segments = math.ceil(length / segment)
+    in_sight = [min(number, config.window_segments) for number in range(segments)]
+    seen += segment * sum(in_sight) / segments
     local = 12 * width * seen
-    older = 1 - segment / length if config.memory != "none" else 0.0
-    streams = 2 if config.bidirectional and config.memory != "none" else 1
-    features = config.head_dim * (2 if config.memory == "residual" else 1)
+    rule = RULES.get(config.memory)
+    streams = 2 if config.bidirectional and config.has_past else 1
+    older, features = 1 - segment / length, 0 if rule is None else config.head_dim * rule.features
     memory = 6 * features * (streams * width + kv_width) * older
     layers = products - _product_flops(model.lm_head.weight)
     repeated = (streams - 1) * layers

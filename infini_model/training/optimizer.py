@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infini_model.config import TrainingConfig
-from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.model.memory import MEMORY_PARAMETERS
 
 
 def _group_of(name: str, parameter: nn.Parameter) -> str:

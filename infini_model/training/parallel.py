@@ -109,12 +109,12 @@ class TrainModule:
     def score_with_and_without_memory(self, batch: Batch) -> Tensor:
         """Loss sums with memory and without, and target counts, by window.
 
-        Without: emptied before every segment. Under FSDP call it on all ranks. Returns [3, B]
+        Without: knocked out. Under FSDP call it on all ranks. Returns [3, B]
         float64 on the device.
         """
         losses, targets = self._scorer.losses(batch)
         self._free_gathered()
-        without, _ = self._scorer.losses(batch, empty_memory=True)
+        without, _ = self._scorer.losses(batch, "memory")
         self._free_gathered()
         return torch.stack([each.sum(1) for each in (losses, without, targets)])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infini_model.data.loading.windows import Windows, validation_batches
 from infini_model.model import inspection
+from infini_model.model.memory import RULES
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.training.callbacks import Callback, Evaluation
 from infini_model.training.distributed import World
@@ -134,8 +135,7 @@ class MemoryReports(Callback):
         # The newest metrics of the run, and what they were a reason to warn of; on rank 0.
         self._newest: Line = {}
         self._warned: set[str] = set()
-        # What the weight of the memory is called in metrics.
-        self._kind = "weight" if setup.config.model.memory == "residual" else "gate"
+        self._rule = RULES.get(setup.config.model.memory)
 
     def on_start(self, step: int) -> None:
         """Read what earlier processes of the run recorded, and so warned of."""
@@ -153,11 +153,11 @@ class MemoryReports(Callback):
         Of a residual memory they are called `weight_mean`. Warns of what it finds.
         """
         setup, model = self._setup, self._config.model
-        if evaluation.split != "validation" or model.memory == "none":
+        if evaluation.split != "validation" or self._rule is None:
             return {}
         found = dict[str, float]()
         for layer, gate in enumerate(setup.model.gate_statistics(full_tensor)):
-            prefix = f"memory/layer_{layer}/{self._kind}"
+            prefix = f"memory/layer_{layer}/{self._rule.weight_kind}"
             found[f"{prefix}_mean"] = gate.mean
             found[f"{prefix}_min"] = gate.minimum
             found[f"{prefix}_max"] = gate.maximum
@@ -179,23 +179,15 @@ class MemoryReports(Callback):
         """What the newest metrics of the run are a reason to warn of: kinds, and sentences."""
         newest, model = self._newest, self._config.model
         step, layers = int(newest["step"]), range(model.num_hidden_layers)
-        if model.memory == "none" or step < self._config.training.warmup_steps + SETTLED_STEPS:
+        if self._rule is None or step < self._config.training.warmup_steps + SETTLED_STEPS:
             return
-        ends = [f"memory/layer_{n}/{self._kind}_{end}" for n in layers for end in ("min", "max")]
+        kind = self._rule.weight_kind
+        ends = [f"memory/layer_{n}/{kind}_{end}" for n in layers for end in ("min", "max")]
         if all(name in newest for name in ends):
-            changes = [newest[name] for name in ends]
-            if model.memory != "residual":
-                changes = [_logit(share) - model.gate_start for share in changes]
+            changes = [self._rule.moved(newest[name], model) for name in ends]
             if sentence := inspection.unmoved(changes, step, self._config):
                 yield "gates", sentence
         if "memory/probe_gain_error" in newest:
             gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
-            if sentence := inspection.hurts(gain, error, model.memory):
+            if sentence := inspection.hurts(gain, error):
                 yield "gain", sentence
-
-
-def _logit(share: float) -> float:
-    """The gate whose sigmoid is `share`; infinite where that is 0 or 1."""
-    if not 0.0 < share < 1.0:
-        return math.copysign(math.inf, share - 0.5)
-    return math.log(share / (1.0 - share))

@@ -34,7 +34,8 @@ class Batch(NamedTuple):
         tokens: int64 [B, R, L + 1], a row and the token after it; end-of-text past the document.
         valid: int64 [B, R], number of positions whose next token is in the row's own document; None
             if that is all L everywhere.
-        reset: bool [B, T / segment_length], true where a segment starts a new document, or None.
+        document_starts: bool [B, T / segment_length], true where a segment starts a new document,
+            or None.
         keys: int64 [B], key of an objective's randomness, besides the seed: the window's position
             in the endless training order, or its number in the split.
         prompts: int64 [B, 1], number of tokens at the start of the row that are a prompt; None if
@@ -43,7 +44,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     valid: Tensor | None
-    reset: Tensor | None
+    document_starts: Tensor | None
     keys: Tensor
     prompts: Tensor | None = None
 

@@ -1,7 +1,7 @@
-"""Loss by position, and what the memory contributes: along long documents and over the windows.
+"""Loss by position, and what memory and window contribute: along long documents and over windows.
 
-Each document is scored from its start, twice with the same weights: with a memory that is empty
-there, and with one that is knocked out, emptied before every segment.
+Each document is scored from its start, always with the same weights: whole, and once with each part
+of the attention knocked out.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from infini_model.evaluation.plots import Series, plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
 from infini_model.model.inspection import PLACES, effect
+from infini_model.model.layers import Part
 from infini_model.runtime.errors import CheckpointError
 
 # An interval over documents needs two of them.
 FEWEST = 2
 # Segments from which on the loss is summed up: the first with a memory, and one far from the start.
 FROM = (2, 8)
-KEPT, KNOCKED_OUT = "memory kept", "memory knocked out"
+WHOLE = "nothing knocked out"
 PICTURE = "loss_by_position.png"
 # The first and the last segment of a range, counted from 1.
 Segments = tuple[int, int]
 
 
 class LossByPosition(EvaluationTask):
-    """How the loss falls along documents and windows, and how much of that is due to the memory."""
+    """How the loss falls along documents and windows, and what each part of the attention gains."""
 
     title = "Loss by position"
 
     def scores(self, context: EvalContext) -> set[Pass]:
-        """The windows of a split, with the memory and with it emptied."""
+        """The windows of a split, with all parts of the attention and without each."""
         split = _compared(context)
-        return {Pass(split), Pass(split, empty_memory=True)} if split else set()
+        return {Pass(split, part) for part in (None, *parts_of(context))} if split else set()
 
     def sequences(self, context: EvalContext) -> int:
         """The long documents."""
@@ -62,37 +63,58 @@ class LossByPosition(EvaluationTask):
         split = _compared(context)
         if split is None:
             return result
-        kept, emptied = context.score(split), context.score(split, empty_memory=True)
-        if kept.loss is None or emptied.loss is None:
-            return result
-        gain = emptied.loss - kept.loss
-        gain = effect(gain, gain, gain)
-        word = "lower" if gain > 0 else "higher"
-        size = f"{abs(gain):.{PLACES}f} nats per token {word} than"
-        note = (
-            f"With the memory the loss over the windows of the {split} split is "
-            f"{size if gain else 'the same to four places as'} with the memory emptied before "
-            f"every segment ({emptied.loss:.{PLACES}f}), with the same weights."
-        )
+        kept = context.score(split)
+        without = {part: context.score(split, part) for part in parts_of(context)}
+        metrics, notes, is_used = dict(result.metrics), list[str](), False
+        for part, score in without.items():
+            if kept.loss is None or score.loss is None:
+                return result
+            gain = score.loss - kept.loss
+            gain = effect(gain, gain, gain)
+            word = "lower" if gain > 0 else "higher"
+            size = f"{abs(gain):.{PLACES}f} nats per token {word} than"
+            notes.append(
+                f"With the {part} the loss over the windows of the {split} split is "
+                f"{size if gain else 'the same to four places as'} with the {part} knocked out "
+                f"({score.loss:.{PLACES}f}), with the same weights."
+            )
+            metrics[f"evaluation/{split}_loss_without_{part}"] = score.loss
+            is_used |= part == "memory" and gain > 0
         changes: dict[str, object] = {
-            "metrics": result.metrics | {f"evaluation/{split}_loss_without_memory": emptied.loss},
-            "section": f"{result.section}\n\n{note}",
+            "metrics": metrics,
+            "section": "\n\n".join([result.section, *notes]),
             "details": result.details
-            | {"windows": {"kept": kept.model_dump(), "emptied": emptied.model_dump()}},
+            | {"windows": {"kept": kept.model_dump()}}
+            | {f"windows_without_{part}": score.model_dump() for part, score in without.items()},
         }
         if isinstance(found, str):
+            curves = {_label(part): _by_segment(score) for part, score in without.items()}
             path = plot_by_position(
-                {KEPT: _by_segment(kept), KNOCKED_OUT: _by_segment(emptied)},
+                {WHOLE: _by_segment(kept)} | curves,
                 [],
                 f"segment of the window ({context.model.config.segment_length:,} tokens each)",
                 context.plots_dir / PICTURE,
             )
             changes |= {
-                "summary": [note],
-                "advice": advice(context, is_used=gain > 0),
+                "summary": notes,
+                "advice": advice(context, is_used=is_used),
                 "pictures": [Picture(path=path, caption="Loss by segment of the window")],
             }
         return result.model_copy(update=changes)
+
+
+def parts_of(context: EvalContext) -> tuple[Part, ...]:
+    """The parts of the model's attention beside a token's own segment."""
+    shape, parts = context.model.config, list[Part]()
+    if shape.memory != "none":
+        parts.append("memory")
+    if shape.window_segments or shape.window_sinks:
+        parts.append("window")
+    return tuple(parts)
+
+
+def _label(part: Part) -> str:
+    return f"{part} knocked out"
 
 
 class LongDocuments(NamedTuple):
@@ -122,14 +144,13 @@ class Measurement(NamedTuple):
 
     Attributes:
         counts: Number of targets.
-        fresh: Losses with the memory emptied at the start of the document only.
-        knocked_out: Losses with it emptied before every segment, and the same noise of a diffusion
-            model; None if the model has no memory.
+        whole: Losses with all parts of the attention.
+        without: With each part knocked out, and the same noise of a diffusion model.
     """
 
     counts: np.ndarray
-    fresh: np.ndarray
-    knocked_out: np.ndarray | None = None
+    whole: np.ndarray
+    without: dict[Part, np.ndarray]
 
     def over(self, sums: np.ndarray, ranges: Sequence[Segments]) -> list[Interval]:
         """Losses, or differences between them, per target in each of `ranges`, over documents."""
@@ -146,7 +167,7 @@ def find_long_documents(context: EvalContext) -> LongDocuments | str:
     shape, settings = context.model.config, context.config.evaluation.loss_by_position
     # By default those of a window.
     segments = settings.segments or context.config.packing.context_length // shape.segment_length
-    if shape.bidirectional and shape.memory == "none":
+    if shape.bidirectional and not shape.has_past:
         return "The model sees a window as a whole and has no memory."
     if context.manifest.pairs:
         return "The documents are prompts and answers, which are not scored along their length."
@@ -190,28 +211,27 @@ def measure(context: EvalContext, documents: LongDocuments) -> Measurement:
         score = partial(_score, context, documents, numbers)
         parts.append(kept_or_computed(folder, name, score))
         context.on_windows(len(numbers))
-    return Measurement(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+    counts, whole, *without = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Measurement(counts, whole, dict(zip(parts_of(context), without, strict=True)))
 
 
 def _score(
     context: EvalContext, documents: LongDocuments, numbers: np.ndarray
 ) -> list[list[list[float]]]:
-    """The fields of a `Measurement` of these documents: [B, segments] each."""
+    """The fields of a `Measurement` of these documents, one by one: [B, segments] each."""
     rows = np.ascontiguousarray(documents.rows(numbers))
     keys = torch.from_numpy(documents.starts[numbers])
     batch = Batch(torch.from_numpy(rows), None, None, keys)
-    fresh, counts = context.losses(batch)
-    found = [counts, fresh]
-    if context.model.config.memory != "none":
-        found.append(context.losses(batch, empty_memory=True)[0])
+    whole, counts = context.losses(batch)
+    found = [counts, whole, *(context.losses(batch, part)[0] for part in parts_of(context))]
     shape = (*rows.shape[:2], documents.segment_length)
     return [each.reshape(shape).sum(2).tolist() for each in found]
 
 
 def _compared(context: EvalContext) -> Split | None:
-    """The split whose windows are scored twice; None if an empty memory makes no difference."""
+    """The split whose windows are scored without each part; None if that makes no difference."""
     one_segment = context.config.packing.context_length == context.model.config.segment_length
-    if context.model.config.memory == "none" or one_segment:
+    if not parts_of(context) or one_segment:
         return None
     return next((split for split in HELD_OUT if context.sample_size(split)), None)
 
@@ -223,34 +243,34 @@ def _by_segment(scored: Score) -> Series:
 
 
 def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
-    """Long documents with the memory emptied at their start, and knocked out."""
+    """Long documents, with all parts of the attention and with each knocked out."""
     measured = measure(context, documents)
-    ways = {"fresh": measured.fresh, "knocked_out": measured.knocked_out}
-    sums = {way: each for way, each in ways.items() if each is not None}
+    sums = {WHOLE: measured.whole, **{_label(part): x for part, x in measured.without.items()}}
     if not all(np.isfinite(each).all() for each in sums.values()):
         raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
     segments, split = documents.segments, documents.split
     every = [(number, number) for number in range(1, segments + 1)]
     far = [(start, segments) for start in FROM if start <= segments]
-    named, gains = {"loss": measured.over(measured.fresh, far)}, list[Interval]()
-    where, to_do = f"on {len(documents.starts):,} documents of the {split} split", list[str]()
-    if measured.knocked_out is None:
-        loss = named["loss"][0]
-        summary = f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
-    else:
-        gained = measured.knocked_out - measured.fresh
-        gains, named["memory_gain"] = (measured.over(gained, each) for each in (every, far))
-        summary = verdict(dict(zip(FROM, named["memory_gain"], strict=False)), where)
+    named, by_segment = {"loss": measured.over(measured.whole, far)}, dict[str, list[Interval]]()
+    where, summary = f"on {len(documents.starts):,} documents of the {split} split", list[str]()
+    for part, without in measured.without.items():
+        gained = without - measured.whole
+        by_segment[part], named[f"{part}_gain"] = (measured.over(gained, x) for x in (every, far))
+        gains = dict(zip(FROM, named[f"{part}_gain"], strict=False))
+        summary.append(verdict(gains, where, part))
+    to_do = list[str]()
+    if "memory" in measured.without:
         to_do = advice(context, is_used=effect(*named["memory_gain"][0]) > 0)
-    losses = {way: measured.over(each, every) for way, each in sums.items()}
+    else:
+        loss = named["loss"][0]
+        summary[:0] = [
+            f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
+        ]
+    losses = {label: measured.over(each, every) for label, each in sums.items()}
     positions = [float(number) for number, _ in every]
-    labels = (KEPT, KNOCKED_OUT) if gains else ("loss",)
     path = plot_by_position(
-        {
-            label: (positions, [x.estimate for x in each])
-            for label, each in zip(labels, losses.values(), strict=True)
-        },
-        gains,
+        {label: (positions, [x.estimate for x in each]) for label, each in losses.items()},
+        by_segment.get("memory", []),
         f"segment of the document ({documents.segment_length:,} tokens each)",
         context.plots_dir / PICTURE,
     )
@@ -262,14 +282,14 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     return TaskResult.of(
         found,
         section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",
-        summary=[summary],
+        summary=summary,
         advice=to_do,
         pictures=[Picture(path=path, caption="Loss and gain of the memory by segment")],
         details={
             "documents": len(documents.starts),
             "long_documents": documents.found,
             "loss": losses,
-            "memory_gain": gains,
+            "gains": by_segment,
         },
     )
 
@@ -282,17 +302,17 @@ def _method(documents: LongDocuments, measured: Measurement) -> str:
         f"The first {documents.segments:,} segments of {documents.segment_length:,} tokens of "
         f"{chosen:,} documents of the {documents.split} split, {which} long enough."
     )
-    if measured.knocked_out is None:
+    if not measured.without:
         return scored
     return (
-        f"{scored} The memory is empty at the start of each document. The gain is how much lower "
-        "the loss is than with the same weights and the memory knocked out, emptied before every "
-        "segment, in nats per token, with an interval of 95% over documents."
+        f"{scored} A gain of a part of the attention is how much lower the loss is than with the "
+        "same weights and that part knocked out, in nats per token, with an interval of 95% over "
+        "documents."
     )
 
 
 def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segments]) -> str:
-    """Perplexities, and what the memory gains, by position."""
+    """Perplexities, and what the parts of the attention gain, by position."""
     length = documents.segment_length
     # The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on.
     growing = [(1, 1)]
@@ -306,25 +326,25 @@ def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segmen
         losses = (each.estimate for each in measured.over(sums, ranges))
         return [f"{math.exp(min(loss, 700.0)):,.3f}" for loss in losses]
 
-    columns = {"Tokens": names, "Perplexity": perplexities(measured.fresh)}
-    if (knocked_out := measured.knocked_out) is not None:
-        gains = measured.over(knocked_out - measured.fresh, ranges)
-        columns["Perplexity, memory knocked out"] = perplexities(knocked_out)
-        columns["Gain"] = [str(each) for each in gains]
+    columns = {"Tokens": names, "Perplexity": perplexities(measured.whole)}
+    for part, without in measured.without.items():
+        gains = measured.over(without - measured.whole, ranges)
+        columns[f"Perplexity, {_label(part)}"] = perplexities(without)
+        columns[f"Gain of the {part}"] = [str(each) for each in gains]
     return table([*columns], zip(*columns.values(), strict=True))
 
 
-def verdict(gains: dict[int, Interval], where: str) -> str:
-    """Whether the weights use the memory: `gains` by the segment from which on they count."""
+def verdict(gains: dict[int, Interval], where: str, part: Part = "memory") -> str:
+    """Whether the weights use a part: `gains` by the segment from which on they count."""
     (start, near), *rest = gains.items()
     gained = effect(*near)
     if gained > 0:
-        found = "**The memory is used.** Knocking it out raises the loss by"
+        found = f"**The {part} is used.** Knocking it out raises the loss by"
     elif gained < 0:
-        found = "**The memory hurts.** The loss with it is higher than with it knocked out, by"
+        found = f"**The {part} hurts.** The loss with it is higher than with it knocked out, by"
         rest, near = [], Interval(-near.estimate, -near.high, -near.low)
     else:
-        found = "**The memory is not used**, as the interval includes 0: it lowers the loss by"
+        found = f"**The {part} is not used**, as the interval includes 0: it lowers the loss by"
     further = "".join(f", and from the {first}th on {gain}" for first, gain in rest)
     return f"{found} {near} nats per token from the {start}nd segment on{further}, {where}."
 

@@ -199,7 +199,7 @@ def _section(context: EvalContext, settings: PasskeyConfig, grid: str) -> str:
         "tokens of the answer before it, so a whole answer is right if greedy generation gives it.",
     ]
     if context.model.config.memory == "none":
-        parts.append("The model has no memory: it sees only the segment of the question.")
+        parts.append("The model has no memory: it sees only the window of the question.")
     return "\n\n".join(parts)
 
 
@@ -210,8 +210,8 @@ def _advice(context: EvalContext, task: str, exact: Mapping[int, Interval]) -> l
         return []
     if context.model.config.memory == "none":
         return [
-            "The model has no memory and finds nothing beyond a segment: train with "
-            "`model.memory=linear`."
+            "The model has no memory and finds nothing beyond its window: train with "
+            "`model.memory=residual`."
         ]
     if exact[min(exact)].estimate < LOST:
         return [

@@ -75,7 +75,7 @@ class Sample(EvaluationTask):
 def _lengths(context: EvalContext) -> tuple[int, int]:
     """The tokens of the prompt and the new ones: both fit the context of masked diffusion."""
     model, settings = context.model.config, context.config.evaluation.sample
-    if not model.bidirectional or model.memory != "none":
+    if not model.bidirectional or model.has_past:
         return settings.prompt_tokens, settings.max_new_tokens
     most = min(settings.max_new_tokens, model.segment_length // 2)
     return min(settings.prompt_tokens, model.segment_length - most), most

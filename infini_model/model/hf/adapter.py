@@ -18,6 +18,7 @@ from torch import Tensor
 from infini_model.config import LoraConfig, ModelConfig
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, TokenIds, config_json, read_json
 from infini_model.model.hf.weights import MEMORY_TENSORS, read_file, save_tensors
+from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import dump_json
 
@@ -63,8 +64,9 @@ def write_adapter(
 
     `tensors` are the trained parameters by name, without the output layer if it is tied.
     """
-    memory = {name: tensor for name, tensor in tensors.items() if name.endswith(MEMORY_TENSORS)}
-    own = {_PREFIX + name: tensor for name, tensor in tensors.items() if name not in memory}
+    stored = {file_name(name): tensor for name, tensor in tensors.items()}
+    memory = {name: tensor for name, tensor in stored.items() if name.endswith(MEMORY_TENSORS)}
+    own = {_PREFIX + name: tensor for name, tensor in stored.items() if name not in memory}
     if config.tie_word_embeddings and _EMBEDDING in own:
         # peft ties the two, but wants both.
         own[_OUTPUT] = own[_EMBEDDING].clone()
@@ -113,15 +115,16 @@ def read_adapter_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) ->
 
     Raises `CheckpointError` if one is missing, unexpected, misshapen, or a file is damaged.
     """
-    memory = [name for name in shapes if name.endswith(MEMORY_TENSORS)]
-    own = [name for name in shapes if name not in memory]
+    stored = {file_name(name): name for name in shapes}
+    memory = [name for name in stored if name.endswith(MEMORY_TENSORS)]
+    own = [name for name in stored if name not in memory]
     tensors: dict[str, Tensor] = {}
     for file, prefix, names in ((ADAPTER, _PREFIX, own), (MEMORY, "", memory)):
         if not names:
             continue
-        found = read_file(folder / file, {prefix + name: shapes[name] for name in names})
+        found = read_file(folder / file, {prefix + name: shapes[stored[name]] for name in names})
         for name in names:
             if prefix + name not in found:
                 raise CheckpointError(f"{folder / file}: tensor {prefix + name} is missing")
-            tensors[name] = found[prefix + name].float()
+            tensors[stored[name]] = found[prefix + name].float()
     return tensors

@@ -1,7 +1,7 @@
 """config.json: Hugging Face's fields of a Llama or of a LLaDA, and ours under one key.
 
-Only what is a Llama calls itself one. A model with a memory is an `infini_llama` with the fields of
-a Llama, so that no program takes it for a model that computes something else.
+Only what is a Llama calls itself one. A model with a memory or a window is an `infini_llama` with
+the fields of a Llama, so that no program takes it for a model that computes something else.
 
 LLaDA (arXiv 2502.09992) is a Llama in which every position sees the whole sequence. Its config.json
 has the fields of OLMo, of which only the combination that is a Llama is supported.
@@ -24,7 +24,13 @@ from infini_model.runtime.errors import CheckpointError
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 
-_INFINI_FIELDS = ("segment_length", "memory", "memory_key_shift", "memory_query_shift")
+_INFINI_FIELDS = (
+    *("segment_length", "window_segments", "window_sinks"),
+    *("memory", "memory_key_shift", "memory_query_shift"),
+)
+# Sinks of a pretrained Llama that is given a window: without them it is worse than without a
+# window (StreamingLLM, arXiv 2309.17453).
+_SINKS = 4
 # Our fields that LLaDA has no name for.
 _LLADA_LACKS = ("head_dim", "rope_scaling")
 
@@ -162,6 +168,8 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         ours += _LLADA_LACKS
     else:
         fields = _rope_fields(given, path)
+        if kind == "llama" and overrides.get("window_segments"):
+            fields["window_sinks"] = _SINKS
         ours += _DIFFUSION_FIELDS
     fields |= {name: given[theirs] for name, theirs in names.items() if theirs in given}
     infini = _mapping(tree.get("infini_attention", {}), f"{path}: infini_attention")
@@ -192,7 +200,7 @@ def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
 
 def model_type(config: ModelConfig) -> str:
     """The kind of model that config.json calls itself."""
-    if config.memory != "none":
+    if config.memory != "none" or (config.has_past and not config.bidirectional):
         return "infini_llama"
     return "llada" if config.bidirectional else "llama"
 

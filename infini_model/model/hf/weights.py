@@ -32,7 +32,7 @@ from infini_model.model.hf.config import (
     read_json,
     read_model_type,
 )
-from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.model.memory import MEMORY_PARAMETERS, RULES, file_name
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import atomic_folder, dump_json
 
@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 
 def _stored_name(name: str, kind: object) -> str:
     """What the tensor `name` of a model is called in its files; different ones stay different."""
+    name = file_name(name)
     for ours, theirs in _LLADA_NAMES.items() if kind == "llada" else ():
         name = name.replace(ours, theirs)
     return name
@@ -156,9 +157,10 @@ def checked_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
             expected[stored] = min(rows, config.vocab_size), columns
     for path in files:
         found |= {names[stored]: each for stored, each in read_file(path, expected).items()}
-    absent = [kind for kind in MEMORY_TENSORS if not any(name.endswith(kind) for name in found)]
+    names_found = [*map(file_name, found)]
+    absent = [kind for kind in MEMORY_TENSORS if not any(n.endswith(kind) for n in names_found)]
     for stored, name in names.items():
-        if name not in found and not name.endswith(tuple(absent)):
+        if name not in found and not stored.endswith(tuple(absent)):
             raise CheckpointError(f"{folder}: tensor {stored} is missing")
     return found
 
@@ -182,7 +184,7 @@ def read_tensors(
         name: _with_rows(tensor.to(dtypes[name]), shapes[name][0])
         for name, tensor in checked_tensors(folder, shapes).items()
     }
-    shift = 0.5 if config.memory == "residual" else 0.0
+    shift = RULES[config.memory].pretrained_shift if config.memory in RULES else 0.0
     starts = {"gate": config.gate_start, "memory_key_shift": shift, "memory_query_shift": shift}
     begun = []
     for parameter in MEMORY_PARAMETERS:

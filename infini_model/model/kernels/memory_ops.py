@@ -1,11 +1,10 @@
-"""The operators of the memory: read it onto local attention, and sum what segments write.
+"""The operators of the residual memory: read it onto local attention, and sum what segments write.
 
 They are plain PyTorch, differentiated by autograd, and on CUDA custom operators: forward and
 backward one Triton kernel each, for heads up to 256 wide, or 128 in float32. Features and all sums
 are float32 (float64 for float64) for any input dtype, also under autocast.
 
-The paper's memory (arXiv 2404.07143) has features σ(x) = ELU(x) + 1 and a normaliser. The residual
-memory has features φ(x) = [softmax(c x), softmax(−c x)], of twice the width (Hedgehog, arXiv
+The features are φ(x) = [softmax(c x), softmax(−c x)], of twice the width (Hedgehog, arXiv
 2402.04347), where c is `SHARPNESS`: each is bounded by 1 and together they sum to 2, so nothing
 needs a normaliser.
 """
@@ -23,11 +22,6 @@ from torch.nn import functional
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Below this normaliser σ(q)·z a read counts as empty: the memory is empty, or every product of
-# features has underflowed. Its square is well inside float32's range, so dividing by a larger
-# normaliser cannot overflow, nor can the gradient of that division.
-EMPTY_MASS = 1e-18
-
 # What the features of a residual memory multiply keys and queries by, before the softmax: found by
 # `benchmarks.memory_gain`.
 SHARPNESS = 2.0
@@ -39,15 +33,6 @@ READ_EPSILON = 1e-6
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the memory for activations of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def feature_map(x: Tensor) -> Tensor:
-    """σ = ELU + 1, in the memory's dtype.
-
-    Computed as relu(x) + exp(min(x, 0)): `elu(x) + 1` cancels where exp(x) is small.
-    """
-    x = x.to(memory_dtype(x.dtype))
-    return functional.relu(x) + x.clamp(max=0).exp()
 
 
 def two_softmaxes(x: Tensor) -> Tensor:
@@ -129,53 +114,9 @@ def _fits_blocks(inputs: tuple[Tensor, ...]) -> bool:
     return inputs[0].size(-1) <= (128 if exact else 256)
 
 
-def _by_memory(x: Tensor, memory: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, memory: Tensor) -> Tensor:
     """Rows [N, H, L, ...] of all heads that read a memory [N, H_kv, ...], [N, H_kv, G · L, ...]."""
     return x.reshape(*memory.shape[:2], -1, x.size(3))
-
-
-@operator("read", lambda *inputs: torch.empty_like(inputs[1]))
-def gated_read(q: Tensor, local: Tensor, gate: Tensor, kv: Tensor, norm: Tensor) -> Tensor:
-    """Read the memory and mix it with the local attention (arXiv 2404.07143, equations 7 and 10).
-
-    Where the memory is empty the result is exactly `local`.
-
-    Args:
-        q: Queries without rotary embedding, [N, H, L, D].
-        local: Local attention, of the shape and dtype of `q`.
-        gate: [H], before the sigmoid.
-        kv: Memory [N, H_kv, D, D]; query head h reads key-value head h // (H / H_kv).
-        norm: Its normaliser [N, H_kv, D].
-
-    Returns:
-        [N, H, L, D] in the dtype of `local`.
-    """
-    features = _by_memory(feature_map(q), kv)
-    mass = (features @ norm.unsqueeze(-1)).view(*q.shape[:3], 1)
-    nonempty = mass > EMPTY_MASS
-    share = nonempty * gate.to(norm.dtype).sigmoid().view(-1, 1, 1)
-    read = (features @ kv).view_as(q) * (share / torch.where(nonempty, mass, 1.0))
-    return (local * (1.0 - share) + read).to(local.dtype)
-
-
-def _empty_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    norm = keys.new_empty(*keys.shape[:2], keys.size(3), dtype=memory_dtype(keys.dtype))
-    return norm.new_empty(*norm.shape, keys.size(3)), norm
-
-
-@operator("write", _empty_sums)
-def key_value_sums(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What each segment writes (arXiv 2404.07143, equation 8): σ(K)ᵀV and Σσ(K).
-
-    Args:
-        keys: [N, H_kv, L, D].
-        values: [N, H_kv, L, D].
-
-    Returns:
-        [N, H_kv, D, D] and [N, H_kv, D], float32 (float64 for float64).
-    """
-    features = feature_map(keys)
-    return features.mT @ values.to(features.dtype), features.sum(2)
 
 
 @operator("residual", lambda *inputs: torch.empty_like(inputs[1]), summand=1)
@@ -193,7 +134,7 @@ def residual_read(q: Tensor, local: Tensor, weight: Tensor, kv: Tensor) -> Tenso
     Returns:
         [N, H, L, D] in the dtype of `local`.
     """
-    read = (_by_memory(two_softmaxes(q), kv) @ kv).view_as(q)
+    read = (grouped_rows(two_softmaxes(q), kv) @ kv).view_as(q)
     normed = functional.rms_norm(read, read.shape[-1:], eps=READ_EPSILON)
     return (local + weight.to(kv.dtype).unsqueeze(1) * normed).to(local.dtype)
 

@@ -185,10 +185,3 @@ def store_memory(
     """Write `x` [keys, values] to the columns `values` of memory `index`."""
     pointers, within = memory_pointers(kv, index, keys, values, HEAD_DIM)
     tl.store(pointers, x, within)
-
-
-@triton.jit
-def features(x: tl.tensor) -> tl.tensor:
-    """σ = ELU + 1, without cancellation where exp(x) is small. Keeps NaN."""
-    x = x.to(tl.float32)
-    return tl.where(x > 0, x + 1, tl.exp(x))

@@ -1,4 +1,4 @@
-"""The kernels of `infini_model.model.key_shift`, and their launch.
+"""The kernels of `infini_model.model.memory.key_shift`, and their launch.
 
 For token t of a head, with g the gradient of the result:
 
@@ -24,7 +24,7 @@ BLOCK = 2048
 
 
 def shifted_keys_forward(keys: Tensor, share: Tensor) -> Tensor:
-    """As `infini_model.model.key_shift.shifted_keys`, for any floating-point dtype."""
+    """As `infini_model.model.memory.key_shift.shifted_keys`, for any floating-point dtype."""
     keys = row_contiguous(keys)
     out = torch.empty_like(keys)
     _launch(shift_forward, (keys, out), share)

@@ -54,18 +54,19 @@ def test_a_document_is_scored_with_the_memory_and_with_it_knocked_out(made):
     for number, document in enumerate(documents):
         alone = [document[i : i + LENGTH + 1] for i in range(0, TOKENS, LENGTH)]
         expected = {
-            "fresh": by_segment(token_losses(context.model, document)),
+            "whole": by_segment(token_losses(context.model, document)),
             "knocked_out": [float(token_losses(context.model, each).sum()) for each in alone],
         }
         for way, losses in expected.items():
-            found = getattr(measured, way)[number].tolist()
+            found = {"whole": measured.whole, "knocked_out": measured.without["memory"]}
+            found = found[way][number].tolist()
             assert found == pytest.approx(losses, rel=1e-5), way
 
 
 def test_the_noise_of_diffusion_is_the_same_on_both_sides_of_a_gain(made):
     context = made.context(**DIFFUSION)
     measured = measure(context, find_long_documents(context))
-    gain = measured.knocked_out - measured.fresh
+    gain = measured.without["memory"] - measured.whole
     assert gain[:, 0] == pytest.approx(0.0, abs=1e-6)
     assert (np.abs(gain[:, 1:]) > 1e-6).all()
 
@@ -79,7 +80,9 @@ def test_batches_do_not_matter_and_finished_ones_are_kept(made):
     context.losses = None  # an interrupted evaluation that is repeated computes nothing again
     again = measure(context, found)
     together = measure(made.context(**{"evaluation.batch_size": 40}), found)
-    for first, same, close in zip(once, again, together, strict=True):
+    for first, same, close in zip(
+        *((x.counts, x.whole, *x.without.values()) for x in (once, again, together)), strict=True
+    ):
         assert (first == same).all()
         assert close == pytest.approx(first, rel=1e-5)
 
@@ -102,14 +105,15 @@ def test_gains_have_intervals_over_documents(made):
     measured = measure(context, find_long_documents(context))
     result = load_task("loss_by_position").run(context)
     for start in (2, 8):
-        fresh, knocked_out = (x[:, start - 1 :].sum() for x in measured[1:])
-        gain = (knocked_out - fresh) / measured.counts[:, start - 1 :].sum()
+        both = (measured.whole, measured.without["memory"])
+        whole, knocked_out = (x[:, start - 1 :].sum() for x in both)
+        gain = (knocked_out - whole) / measured.counts[:, start - 1 :].sum()
         name = f"evaluation/test_memory_gain_from_segment_{start}"
         assert result.metrics[name] == pytest.approx(gain)
         low, high = result.intervals[name]
         assert low < gain < high
         assert f"evaluation/test_loss_from_segment_{start}" in result.intervals
-    score = context.score("validation", empty_memory=True)
+    score = context.score("validation", "memory")
     assert result.metrics["evaluation/validation_loss_without_memory"] == score.loss
 
 

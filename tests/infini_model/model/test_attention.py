@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from infini_model.model.attention import infini_attention, segmented_local_attention
+from infini_model.model.attention import infini_attention
 from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.attention import (
     local_attention,
     resolve_backend,
     resolve_on_cuda,
 )
-from infini_model.model.kernels.memory_ops import feature_map
-from infini_model.model.memory import Memory
+from infini_model.model.memory import RULES, Memory
+from infini_model.model.memory.paper import feature_map
 from infini_model.model.rotary import rope_tables, rotate
 from infini_model.runtime.errors import ConfigError
 from infini_model.training.distributed import deterministic_algorithms
@@ -57,7 +57,7 @@ def cases(draw_one):
         4,
         seed=draw_one(st.integers(0, 1000)),
     )
-    memory = reset = rope = memory_keys = written = queries = gates = None
+    memory = document_starts = rope = memory_keys = written = queries = gates = None
     rows, update = q.size(0), draw_one(st.sampled_from(UPDATES))
     if draw_one(st.booleans()):
         rows = draw_one(st.sampled_from([1, rows]))
@@ -78,18 +78,32 @@ def cases(draw_one):
         gates[..., 1].log_()
     if draw_one(st.booleans()):
         shape = (rows, -(-tokens // length))
-        reset = torch.rand(shape, generator=generator) < draw_one(st.sampled_from([0.2, 0.7]))
+        document_starts = torch.rand(shape, generator=generator) < draw_one(
+            st.sampled_from([0.2, 0.7])
+        )
+    sight = {"window_segments": draw_one(st.integers(0, 2))}
+    sight["window_sinks"] = draw_one(st.integers(0, length))
     if draw_one(st.booleans()):
-        rope = tuple(table.double() for table in rope_tables(length, 4, 100.0))
-    causal = draw_one(st.booleans())
+        older = sight["window_sinks"] + sight["window_segments"] * length
+        rope = tuple(table.double() for table in rope_tables(length, 4, 100.0, before=older))
+    sight["causal"] = draw_one(st.booleans())
     own = {"memory_keys": memory_keys, "memory_values": written, "memory_queries": queries}
     own["memory_gates"] = gates
-    return (q, k, v, weighed(update, q, gate)), length, rope, memory, update, reset, own, causal
+    return (
+        (q, k, v, weighed(update, q, gate)),
+        length,
+        rope,
+        memory,
+        update,
+        document_starts,
+        own,
+        sight,
+    )
 
 
 def outputs_and_gradients(function, case, dtype):
     """The results of `function` for a case, and the gradients of a loss over all of them."""
-    tensors, length, rope, memory, update, reset, own, causal = case
+    tensors, length, rope, memory, update, document_starts, own, sight = case
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
     held = None if memory is None else memory.map(lambda x: x.to(dtype).requires_grad_())
     own = {name: x.to(dtype).requires_grad_() for name, x in own.items() if x is not None}
@@ -99,8 +113,8 @@ def outputs_and_gradients(function, case, dtype):
         rope=None if rope is None else tuple(table.to(dtype) for table in rope),
         memory=held,
         update=update,
-        reset=reset,
-        causal=causal,
+        document_starts=document_starts,
+        **sight,
         **own,
     )
     everything = [out, *after.parts]
@@ -148,13 +162,15 @@ def test_one_segment_is_local_attention_exactly():
 
 
 @EACH
-def test_tokens_after_a_reset_are_independent_of_those_before(update):
+def test_tokens_after_a_document_start_are_independent_of_those_before(update):
     q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
-    k[:, :, :12] = float("inf")  # even non-finite values do not reach past the reset
+    k[:, :, :12] = float("inf")  # even non-finite values do not reach past it
     v[:, :, :12] = float("nan")
-    reset, gate = torch.zeros(2, 6, dtype=torch.bool), weighed(update, q, gate)
-    reset[:, 3] = True
-    out, memory = infini_attention(q, k, v, gate, segment_length=4, reset=reset, update=update)
+    document_starts, gate = torch.zeros(2, 6, dtype=torch.bool), weighed(update, q, gate)
+    document_starts[:, 3] = True
+    out, memory = infini_attention(
+        q, k, v, gate, segment_length=4, document_starts=document_starts, update=update
+    )
     alone, memory_alone = infini_attention(
         *(x[:, :, 12:] for x in (q, k, v)), gate, segment_length=4, update=update
     )
@@ -166,7 +182,8 @@ def test_tokens_after_a_reset_are_independent_of_those_before(update):
 def test_a_residual_memory_that_is_empty_or_weighs_nothing_changes_no_bit(dtype):
     q, k, v, gate, *_ = draw(1, 4, 2, 20, 8, dtype=dtype)
     weight = weighed("residual", q, gate)
-    local = segmented_local_attention(q, k, v, segment_length=4)
+    everywhere = torch.ones(1, 5, dtype=torch.bool)
+    local, _ = infini_attention(q, k, v, gate, segment_length=4, document_starts=everywhere)
     out, _ = infini_attention(q, k, v, weight * 0, segment_length=4, update="residual")
     assert torch.equal(out, local)
     out, _ = infini_attention(q, k, v, weight, segment_length=4, update="residual")
@@ -238,16 +255,14 @@ def test_feature_map_is_precise_in_value_and_gradient():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("tokens", "length"), [(16, 7), (302, 150), (3, 8)])
 def test_backends_equal_the_paper(backend, causal, tokens, length):
-    """With a memory and without; the last segments are not full."""
+    """With a memory and with one that is emptied everywhere; the last segments are not full."""
     q, k, v, gate, *_ = draw(2, 4, 2, tokens, 8)
     rope = tuple(table.double() for table in rope_tables(length, 8, 100.0))
     settings = {"segment_length": length, "rope": rope, "causal": causal}
     everywhere = torch.ones(2, -(-tokens // length), dtype=torch.bool)
-    for ours, reset in (
-        (infini_attention(q, k, v, gate, backend=backend, **settings)[0], None),
-        (segmented_local_attention(q, k, v, backend=backend, **settings), everywhere),
-    ):
-        exact, _ = attention_by_segment(q, k, v, gate, reset=reset, **settings)
+    for settings["document_starts"] in (None, everywhere):
+        ours, _ = infini_attention(q, k, v, gate, backend=backend, **settings)
+        exact, _ = attention_by_segment(q, k, v, gate, **settings)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
@@ -352,7 +367,7 @@ def test_a_million_tokens_drift_less_than_a_thousandth(update):
 
 
 Q, K, V, GATE = draw(2, 4, 2, 6, 8, dtype=torch.float32)[:4]
-EMPTY = Memory.empty("linear", 2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
+EMPTY = RULES["linear"].empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

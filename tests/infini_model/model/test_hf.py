@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infini_model.model.hf.config import TokenIds, read_config
 from infini_model.model.hf.weights import write_files
-from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 
 LENGTH = 24

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_config, tiny_model
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
@@ -33,7 +34,10 @@ def close(ours, theirs, tolerance=1e-10):
 def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
     model = InfiniLlama(tiny_config(memory="linear", gate_start=0.0))
     assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
-    assert model.get_parameter("model.layers.0.self_attn.memory_key_shift").tolist() == [0.5, 0.5]
+    assert model.get_parameter("model.layers.0.self_attn.memory.memory_key_shift").tolist() == [
+        0.5,
+        0.5,
+    ]
     assert InfiniLlama(tiny_config(memory="none")).gate_statistics() == []
     assert InfiniLlama(tiny_config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
 
@@ -45,7 +49,7 @@ def test_in_bf16_the_loss_is_close_and_the_memory_in_float32():
         under = exact(tokens, labels=labels)
     rounded = build(dtype=torch.bfloat16, initializer_range=0.05)(tokens, labels=labels)
     for out in (under, rounded):
-        assert out.state.layers[0].memory.kv.dtype == torch.float32
+        assert out.state.layers[0].rule.memory.kv.dtype == torch.float32
         close(out.loss, exact(tokens, labels=labels).loss, 0.02)
 
 
@@ -53,13 +57,13 @@ def test_a_new_residual_memory_learns_though_it_adds_nothing():
     """The weights first, then what depends on them."""
     model, tokens = InfiniLlama(tiny_config(memory="residual", initializer_range=0.3)), ids(2, 20)
     tokens %= 11
-    attention = model.attentions[0]
+    rule = model.attentions[0].memory
     model(tokens).logits.sum().backward()
-    assert attention.memory_weight.grad.abs().min() > 0
-    torch.nn.init.ones_(attention.memory_weight)
+    assert rule.memory_weight.grad.abs().min() > 0
+    torch.nn.init.ones_(rule.memory_weight)
     model(tokens).logits.sum().backward()
-    assert attention.memory_write_gate.grad.abs().min() > 0
-    assert attention.memory_forget_gate.grad.abs().min() > 0
+    assert rule.memory_write_gate.grad.abs().min() > 0
+    assert rule.memory_forget_gate.grad.abs().min() > 0
 
 
 @given(
@@ -130,8 +134,8 @@ def test_a_state_holds_no_view_of_the_whole_sequence(memory):
     for length in (7, 4 * 16 + 3):
         with torch.no_grad():
             layers = model(ids(2, length)).state.layers
-        tensors = [x for layer in layers for x in (*layer.memory.parts, *layer)]
-        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x)))
+        tensors = [x for x in tree_leaves(layers) if torch.is_tensor(x)]
+        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors))
     assert sizes[0] == sizes[1]
     # And a training, which asks for none, builds none.
     assert model.model(ids(2, 7), keep_state=False)[1] == ()
@@ -141,13 +145,13 @@ def test_a_state_holds_no_view_of_the_whole_sequence(memory):
 def test_a_reset_forgets_all_preceding_tokens(memory):
     model = build(memory=memory)
     tokens = ids(2, 16)
-    reset = torch.tensor([[False, False, True, False], [True, False, False, True]])
+    document_starts = torch.tensor([[False, False, True, False], [True, False, False, True]])
     with torch.no_grad():
-        logits = model(tokens, reset=reset).logits
+        logits = model(tokens, document_starts=document_starts).logits
         close(logits[0, 8:], model(tokens[:1, 8:]).logits[0])
         close(logits[1, 12:], model(tokens[1:, 12:]).logits[0])
         before = model(ids(2, 8, seed=5)).state
-        carried = model(tokens, state=before, reset=reset).logits
+        carried = model(tokens, state=before, document_starts=document_starts).logits
         close(carried[1], logits[1])
         assert (carried[0, :8] - logits[0, :8]).abs().max() > 1e-6
 
@@ -183,7 +187,10 @@ def test_bad_input_is_named():
         ("segment has no state", lambda: bidirectional.advance(ids(1, 4), inside)),
         ("segment has no state", lambda: generate(bidirectional, ids(1, 4), max_new_tokens=1)),
         ("labels: expected shape", lambda: model(ids(1, 3), labels=ids(1, 2))),
-        ("reset: expected a state that", lambda: model(ids(1, 4), state=inside, reset=border)),
+        (
+            "document_starts: expected a state that",
+            lambda: model(ids(1, 4), state=inside, document_starts=border),
+        ),
         ("state: expected 2 rows", lambda: model(ids(2, 4), state=inside)),
         ("1 tokens beyond the segment", lambda: model.advance(ids(1, 2), inside)),
     ):
@@ -218,11 +225,11 @@ def moved(before, after):
 @WITH_MEMORY
 def test_streams_of_the_same_tokens_are_equal_bit_for_bit(memory):
     model, tokens = two_streams(memory), two_rows()
-    reset = torch.rand(2, SEGMENTS, generator=torch.Generator().manual_seed(1)) < 0.3
-    both, _ = model.model(torch.cat((tokens, tokens)), reset=reset, streams=2)
+    document_starts = torch.rand(2, SEGMENTS, generator=torch.Generator().manual_seed(1)) < 0.3
+    both, _ = model.model(torch.cat((tokens, tokens)), document_starts=document_starts, streams=2)
     clean, noisy = both.chunk(2)
     assert torch.equal(clean, noisy)
-    torch.testing.assert_close(clean, model.hidden(tokens, reset), rtol=0, atol=1e-12)
+    torch.testing.assert_close(clean, model.hidden(tokens, document_starts), rtol=0, atol=1e-12)
 
 
 @WITH_MEMORY
@@ -252,12 +259,12 @@ def on_gpu(gpu, **changes):
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_on_a_gpu_it_equals_float64_with_all_gradients(gpu, memory, bidirectional):
     """Two rows whose last segment is not full; in one of them a document starts."""
-    tokens, reset, results = ids(2, 28), torch.zeros(2, 7, dtype=torch.bool), []
-    reset[0, 2] = True
+    tokens, document_starts, results = ids(2, 28), torch.zeros(2, 7, dtype=torch.bool), []
+    document_starts[0, 2] = True
     for model in on_gpu(gpu, memory=memory, bidirectional=bidirectional):
         device = model.lm_head.weight.device
         inputs, labels = (each.to(device) for each in (tokens[:, :-1], tokens[:, 1:]))
-        loss = model(inputs, labels=labels, reset=reset.to(device)).loss
+        loss = model(inputs, labels=labels, document_starts=document_starts.to(device)).loss
         gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         results.append([x.double().cpu() for x in (loss, *gradients) if x is not None])
     assert len(results[0]) > 10

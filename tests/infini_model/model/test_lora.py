@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infini_model.config import LoraConfig
 from infini_model.model.generate import generate
-from infini_model.model.layers import MEMORY_PARAMETERS
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.training.metrics import flops_per_token
 

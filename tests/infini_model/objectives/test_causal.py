@@ -31,8 +31,11 @@ def two_windows():
     """Two windows of two one-segment rows; the second window starts with a document."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (2, 2, SEGMENT + 1), generator=generator)
-    valid, reset = torch.tensor([[4, 2], [4, 4]]), torch.tensor([[True, False], [True, True]])
-    return Batch(tokens, valid, reset, torch.arange(2))
+    valid, document_starts = (
+        torch.tensor([[4, 2], [4, 4]]),
+        torch.tensor([[True, False], [True, True]]),
+    )
+    return Batch(tokens, valid, document_starts, torch.arange(2))
 
 
 def pairs(first_key=0):
@@ -59,7 +62,7 @@ def score(module, batch, **options):
 def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():
     module, batch = make_module(), two_windows()
     inputs = module.objective.inputs(batch)
-    logits = module.model(inputs.input_ids, reset=inputs.reset).logits
+    logits = module.model(inputs.input_ids, document_starts=inputs.document_starts).logits
     expected = functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
     torch.testing.assert_close(module(inputs, "none"), expected)
     parameters = list(module.parameters())

@@ -105,10 +105,10 @@ def test_padding_is_seen_and_never_masked():
 @NOISES
 def test_the_loss_and_its_gradients_are_those_of_the_logits(noise):
     module, batch = make_module(noise), windows(4)
-    reset = torch.arange(BLOCKS).expand(4, -1) == 3
-    inputs = module.objective.inputs(batch._replace(reset=reset))
+    document_starts = torch.arange(BLOCKS).expand(4, -1) == 3
+    inputs = module.objective.inputs(batch._replace(document_starts=document_starts))
     clean = batch.tokens[:, 0, :-1]
-    hidden = module.model.two_stream_forward(inputs.input_ids, clean, reset)
+    hidden = module.model.two_stream_forward(inputs.input_ids, clean, document_starts)
     expected = losses_of(module.model.lm_head(hidden), inputs.labels) * inputs.weights
     torch.testing.assert_close(module(inputs, "none"), expected)
     parameters = list(module.parameters())

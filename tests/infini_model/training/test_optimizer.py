@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from infini_model.config import TrainingConfig
-from infini_model.model.layers import MEMORY_PARAMETERS
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.training.optimizer import learning_rate_share, make_optimizer, set_learning_rate
 
 

@@ -70,9 +70,9 @@ def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_confi
     assert len(windows) > len(numbers) == PROBE_WINDOWS
     (tokens,) = windows.gather(numbers).tokens.unbind(1)
     losses = []
-    for reset in (None, torch.ones(len(tokens), 4, dtype=torch.bool)):
+    for document_starts in (None, torch.ones(len(tokens), 4, dtype=torch.bool)):
         with torch.no_grad():
-            logits = model(tokens[:, :-1], reset=reset).logits
+            logits = model(tokens[:, :-1], document_starts=document_starts).logits
         each = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
         losses.append(each.mean(1))
     gains = losses[1] - losses[0]

@@ -49,7 +49,7 @@ def make_windows(shard_folder):
 def gather_all(windows):
     """The causal LM inputs of all windows: inputs, labels, resets."""
     inputs = CausalLM().inputs(windows.gather(np.arange(len(windows))))
-    return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.reset
+    return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.document_starts
 
 
 def plain_rows(shape, row_length, pad):

@@ -39,12 +39,12 @@ def step(model, tokens=14, seed=0, starts=False, products=None):
     """The loss and all gradients, of two rows whose last segment is not full."""
     device = model.lm_head.weight.device
     ids = torch.randint(11, (2, tokens + 1), generator=torch.Generator().manual_seed(seed))
-    ids, reset = ids.to(device), None
+    ids, document_starts = ids.to(device), None
     if starts:
-        reset = torch.zeros(2, -(-tokens // SEGMENT), dtype=torch.bool, device=device)
-        reset[seed % 2, 2] = True
+        document_starts = torch.zeros(2, -(-tokens // SEGMENT), dtype=torch.bool, device=device)
+        document_starts[seed % 2, 2] = True
     with torch.autocast(device.type, products, enabled=products is not None):
-        loss = model(ids[:, :-1], labels=ids[:, 1:], reset=reset).loss
+        loss = model(ids[:, :-1], labels=ids[:, 1:], document_starts=document_starts).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 

@@ -1,0 +1,96 @@
+"""Where the tokens of a chunk go that crosses no segment border: the cached form of a pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from infini_model.model.window import Window
+
+
+class CacheUpdate(NamedTuple):
+    """Where the tokens of a chunk go in each row's caches of the open segment.
+
+    Attributes:
+        slots: Slot of each token, [B, T], which is its place in the segment; L for padding.
+        segment_length: L.
+        mask: True where a token sees a slot of the window's cache, [B, 1, T, k + n · L + m], m
+            being the slots in use.
+        completes: Rows whose segment is full after the chunk, [B] bool; None if there are none.
+        last: Index of each row's last token in the chunk, [B]; -1 for a row without tokens.
+        starts: Rows that have seen no token before the chunk, [B] bool.
+        is_first: Rows whose open segment is the first of its document, [B] bool.
+        in_place: Whether to write to the buffers of the previous state, which becomes invalid.
+    """
+
+    slots: Tensor
+    segment_length: int
+    mask: Tensor
+    completes: Tensor | None
+    last: Tensor
+    starts: Tensor
+    is_first: Tensor
+    in_place: bool
+
+    @classmethod
+    def plan(
+        cls,
+        position: Tensor,
+        counts: Tensor,
+        width: int,
+        window: Window,
+        device: torch.device,
+        *,
+        in_place: bool,
+    ) -> CacheUpdate:
+        """The update for a chunk of `width` tokens, whose first `counts` [B] of each row are real.
+
+        `position` is that of `State`; it and `counts` are on the CPU, the result on `device`.
+
+        Raises:
+            ValueError: A row has more tokens than its segment has room for.
+        """
+        length = window.segment_length
+        filled = position % length
+        end = filled + counts
+        if int(end.max()) > length:
+            raise ValueError(f"input_ids: {int(end.max()) - length} tokens beyond the segment")
+        index = torch.arange(width, device=counts.device)
+        real = index < counts[:, None]
+        slots = torch.where(real, filled[:, None] + index, length)
+        used = torch.arange(max(1, int(end.max())), device=counts.device)
+        older = window.older(position // length)[:, None].expand(-1, width, -1)
+        mask = torch.cat((older, used <= slots[:, :, None]), 2).unsqueeze(1)
+        completes = end == length
+        return cls(
+            slots=slots.to(device),
+            segment_length=length,
+            mask=mask.to(device),
+            completes=completes.to(device) if bool(completes.any()) else None,
+            last=(counts - 1).to(device),
+            starts=(position == 0).to(device),
+            is_first=(position < length).to(device),
+            in_place=in_place,
+        )
+
+    def newest(self, new: Tensor, previous: Tensor) -> Tensor:
+        """Each row's last real token of `new` [B, H, T, D], or `previous` [B, H, D] without one."""
+        index = self.last.clamp(min=0)[:, None, None, None]
+        last = new.gather(2, index.expand(-1, new.size(1), 1, new.size(3))).squeeze(2)
+        return torch.where(self.last[:, None, None] < 0, previous, last)
+
+    def write(self, cache: Tensor, new: Tensor, before: int = 0) -> Tensor:
+        """`cache` [B, H_kv, before + m, D] with `new` [B, H_kv, T, D] in the slots of its tokens.
+
+        `before` slots precede those of the open segment, of which the result has L + 1.
+        """
+        missing = before + self.segment_length + 1 - cache.size(2)
+        if missing:
+            cache = functional.pad(cache, (0, 0, 0, missing))
+        elif not self.in_place:
+            cache = cache.clone()
+        slots = (before + self.slots)[:, None, :, None].expand_as(new)
+        return cache.scatter_(2, slots, new.to(cache.dtype))

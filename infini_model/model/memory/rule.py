@@ -1,0 +1,424 @@
+"""The interface of a rule of the memory, and what all rules share.
+
+A loop over segments keeps a GPU waiting: each step is small and depends on the last. But only the
+memory is sequential. So the memory before every segment is computed first, by the `states` of a
+rule, then all segments read theirs as one batch. Results and gradients are those of the loop, which
+is `infini_model.model.definition`, and gradients flow back to the first segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from infini_model.config import ModelConfig
+from infini_model.model.cache import CacheUpdate
+from infini_model.model.kernels.memory_ops import memory_dtype
+from infini_model.model.memory.key_shift import streams_with_previous, with_previous
+from infini_model.model.window import segmented
+
+# The parameters that any rule may have beside its own.
+SHIFTS = ("memory_key_shift", "memory_query_shift")
+
+
+class Memory(NamedTuple):
+    """The memory of one layer: M and z of the paper (arXiv 2404.07143), constant in size.
+
+    Attributes:
+        kv: M = Σσ(k)ᵀv over all written tokens, [B, H_kv, D, D], float32 (float64 for float64); of
+            the residual rule S = Σβφ(k)ᵀv, which fades, [B, H_kv, 2 D, D].
+        norm: z = Σσ(k), the normaliser, [B, H_kv, D], of the same dtype; None of the residual rule.
+    """
+
+    kv: Tensor
+    norm: Tensor | None
+
+    def map(self, function: Callable[..., Tensor], *others: Memory) -> Memory:
+        """The results of `function`, called with the parts of this memory and of others like it."""
+        norms = [each.norm for each in (self, *others) if each.norm is not None]
+        kv = function(*(each.kv for each in (self, *others)))
+        return Memory(kv, function(*norms) if norms else None)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """`kv`, and `norm` if there is one."""
+        return [self.kv] if self.norm is None else [self.kv, self.norm]
+
+
+class RuleState(NamedTuple):
+    """What the memory of one layer carries, with a cache of the open segment.
+
+    Attributes:
+        memory: Memory of all full segments.
+        keys: The keys under which the values of the open segment will be written, [B, H_kv, m, D],
+            with slots as those of `LayerState`.
+        gates: Of each of its tokens, [B, H_kv, m, 2]; None of a rule without.
+        last_key: Key of the last token before the key shift, [B, H_kv, D].
+        last_query: Its query before the query shift, [B, H, D]; None in a model without that shift.
+    """
+
+    memory: Memory
+    keys: Tensor
+    gates: Tensor | None
+    last_key: Tensor
+    last_query: Tensor | None
+
+
+class RuleInputs(NamedTuple):
+    """Queries `q` and keys `k` of a pass, and what a rule makes of them.
+
+    Attributes:
+        q: Queries before the rotation, [n · B, H, T, D].
+        k: Keys before the rotation, [B, H_kv, T, D].
+        queries: Those that read the memory, of the shape of `q`.
+        keys: Those under which values are written, of the shape of `k`.
+        gates: Of each token, [B, H_kv, T, 2]; None of a rule without.
+    """
+
+    q: Tensor
+    k: Tensor
+    queries: Tensor
+    keys: Tensor
+    gates: Tensor | None
+
+
+class Rule(nn.Module):
+    """The memory of one layer: its parameters, what a segment writes and what a query reads.
+
+    Attributes:
+        parameter_names: The rule's own parameters; the first weighs what is read.
+        weight_kind: What the first is called in metrics.
+        features: Width of a key's features, in widths of a head.
+        is_normalised: Whether the memory has a `norm`.
+        is_gated: Whether each token has gates.
+        pretrained_shift: Where shifts start beside pretrained weights.
+        activations: Times the width of all heads that training keeps of a token.
+        states_kept: Memories that training keeps of a segment.
+    """
+
+    parameter_names: ClassVar[tuple[str, ...]]
+    weight_kind: ClassVar[str]
+    features: ClassVar[int] = 1
+    is_normalised: ClassVar[bool] = False
+    is_gated: ClassVar[bool] = False
+    pretrained_shift: ClassVar[float] = 0.0
+    activations: ClassVar[int]
+    states_kept: ClassVar[int]
+    memory_key_shift: nn.Parameter | None
+    memory_query_shift: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.segment_length = config.segment_length
+        for name, values in self.start(config).items():
+            self.register_parameter(name, nn.Parameter(values))
+        heads = config.key_value_heads, config.num_attention_heads
+        chosen = config.memory_key_shift, config.memory_query_shift
+        for name, count, is_on in zip(SHIFTS, heads, chosen, strict=True):
+            shift = nn.Parameter(torch.full((count,), 0.5)) if is_on else None
+            self.register_parameter(name, shift)
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter that weighs what is read."""
+        return self.get_parameter(self.parameter_names[0])
+
+    @staticmethod
+    def start(config: ModelConfig) -> dict[str, Tensor]:
+        """The initial values of `parameter_names`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def strength(weight: Tensor) -> Tensor:
+        """How much each head reads, [H], from the parameter that weighs what is read."""
+        raise NotImplementedError
+
+    @staticmethod
+    def moved(strength: float, config: ModelConfig) -> float:
+        """How far a parameter of this `strength` has moved from where it starts."""
+        raise NotImplementedError
+
+    @classmethod
+    def weight_shape(cls, heads: int, head_dim: int) -> tuple[int, ...]:
+        """The shape of the parameter that weighs what is read."""
+        raise NotImplementedError
+
+    def token_gates(self, x: Tensor) -> Tensor | None:  # noqa: ARG002 - for rules that have some
+        """The `gates` of `states` for the inputs `x` [B, T, hidden] of the layer."""
+        return None
+
+    def shift_keys(self, k: Tensor, previous: Tensor | None, starts: Tensor | None) -> Tensor:
+        """The keys under which values are written; the arguments are those of `with_previous`."""
+        if self.memory_key_shift is None:
+            return k
+        return with_previous(k, self.memory_key_shift, previous, starts)
+
+    def shift_queries(
+        self, q: Tensor, previous: Tensor | None, starts: Tensor | None, streams: int = 1
+    ) -> Tensor:
+        """The queries that read; as `shift_keys`, or as `streams_with_previous` for several."""
+        if self.memory_query_shift is None:
+            return q
+        if streams == 1:
+            return with_previous(q, self.memory_query_shift, previous, starts)
+        if starts is None:
+            shape = (len(q) // streams, q.size(2))
+            starts = torch.zeros(shape, dtype=torch.bool, device=q.device)
+        return streams_with_previous(q, self.memory_query_shift, starts, self.segment_length)
+
+    def inputs(
+        self, x: Tensor, q: Tensor, k: Tensor, starts: Tensor | None, state: RuleState | None
+    ) -> RuleInputs:
+        """What is read and written under in a pass over all segments.
+
+        Args:
+            x: Inputs of the layer for the rows that are written, [B, T, hidden].
+            q: Queries before the rotation, [n · B, H, T, D].
+            k: Keys before the rotation, [B, H_kv, T, D].
+            starts: [B, S] bool, true where a segment starts a document; None is nowhere.
+            state: State before the pass; None is empty.
+        """
+        by_token = last_key = last_query = None
+        if starts is not None:
+            padding = (0, self.segment_length - 1)
+            by_token = functional.pad(starts.unsqueeze(-1), padding).flatten(1)[:, : k.size(2)]
+        if state is not None:
+            last_key, last_query = state.last_key, state.last_query
+        keys = self.shift_keys(k, last_key, by_token)
+        queries = self.shift_queries(q, last_query, by_token, len(q) // len(k))
+        return RuleInputs(q, k, queries, keys, self.token_gates(x))
+
+    def forward(
+        self,
+        inputs: RuleInputs,
+        values: Tensor,
+        local: Tensor,
+        starts: Tensor | None,
+        state: RuleState | None,
+        *,
+        keep_state: bool,
+    ) -> tuple[Tensor, RuleState | None]:
+        """Read the memory for all segments of a pass, and write them to it.
+
+        Args:
+            inputs: Of the pass; row i of n · B reads the memory of row i mod B.
+            values: Values that are written, [B, H_kv, T, D].
+            local: The attention of the window, [n · B, S, H, L, D].
+            starts: As in `inputs`.
+            state: As in `inputs`.
+            keep_state: Whether there is a state after the pass.
+
+        Returns:
+            [n · B, S, H, L, D], and the state after the pass.
+        """
+        q, k, queries, keys, gates = inputs
+        memory = None if state is None else state.memory
+        if memory is None:
+            memory = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
+        number = k.size(2) // self.segment_length
+        out, after = self.over_segments(
+            *(queries, local, self.weight, keys, values, gates, memory, starts), full=number
+        )
+        if not keep_state:
+            return out, None
+        full = number * self.segment_length
+        # Copies: views would keep the whole sequence and all its memories in the state.
+        return out, RuleState(
+            after.map(Tensor.clone),
+            keys[:, :, full:].clone(),
+            None if gates is None else gates[:, :, full:].clone(),
+            k[:, :, -1].clone(),
+            None if self.memory_query_shift is None else q[: len(k), :, -1].clone(),
+        )
+
+    def unread(self, local: Tensor) -> Tensor:
+        """`local`, of a pass that has nothing to read or write; each parameter has a gradient."""
+        return local + 0.0 * sum(each.flatten()[0] for each in self.parameters())
+
+    def advance(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        values: Tensor,
+        local: Tensor,
+        state: RuleState,
+        update: CacheUpdate,
+    ) -> tuple[Tensor, RuleState]:
+        """As `forward`, for a chunk that lies in the open segment of each row.
+
+        Args:
+            x: [B, T, hidden].
+            q: [B, H, T, D].
+            k: [B, H_kv, T, D].
+            values: All of the open segment, the chunk's among them, [B, H_kv, L + 1, D].
+            local: [B, H, T, D].
+            state: State before the chunk.
+            update: Where its tokens go.
+
+        Returns:
+            [B, H, T, D], and the state after the chunk.
+        """
+        starts, length = update.starts[:, None, None], self.segment_length
+        last_key = torch.where(starts, k[:, :, 0], state.last_key.to(k.dtype))
+        keys = update.write(state.keys, self.shift_keys(k, last_key, None))
+        new_gates, gates = self.token_gates(x), state.gates
+        if new_gates is not None and gates is not None:
+            gates = update.write(gates, new_gates)
+        queries, last_query = q, state.last_query
+        if last_query is not None:
+            last_query = torch.where(starts, q[:, :, 0], last_query.to(q.dtype))
+            queries = self.shift_queries(q, last_query, None)
+            last_query = update.newest(q, last_query)
+        out, memory = self.read(queries, local, self.weight, state.memory), state.memory
+        if update.completes is not None:
+            completes = update.completes
+
+            def chosen(new: Tensor, old: Tensor) -> Tensor:
+                return torch.where(completes.view(-1, *[1] * (old.dim() - 1)), new, old)
+
+            written = self.write(
+                memory,
+                keys[:, :, :length],
+                values[:, :, :length],
+                None if gates is None else gates[:, :, :length],
+            )
+            memory = written.map(chosen, memory)
+        return out, RuleState(memory, keys, gates, update.newest(k, last_key), last_query)
+
+    @classmethod
+    def empty(
+        cls, rows: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Memory:
+        """A memory of zeros, for activations of `dtype`."""
+        shape = (rows, heads, cls.features * head_dim, head_dim)
+        kv = torch.zeros(shape, dtype=memory_dtype(dtype), device=device)
+        return Memory(kv, torch.zeros_like(kv[..., 0]) if cls.is_normalised else None)
+
+    def empty_state(self, rows: int, config: ModelConfig, like: Tensor) -> RuleState:
+        """The state before the first token, with the dtype and device of `like`."""
+        heads, width = config.key_value_heads, config.head_dim
+        memory = self.empty(rows, heads, width, dtype=like.dtype, device=like.device)
+        keys = like.new_zeros(rows, heads, config.segment_length + 1, width)
+        gates = memory.kv.new_zeros(*keys.shape[:-1], 2) if self.is_gated else None
+        last_query = None
+        if self.memory_query_shift is not None:
+            last_query = like.new_zeros(rows, config.num_attention_heads, width)
+        return RuleState(memory, keys, gates, keys[:, :, 0], last_query)
+
+    @classmethod
+    def states(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        gates: Tensor | None,
+        first: Memory,
+        starts: Tensor | None,
+    ) -> tuple[Memory, Memory]:
+        """The memory before each segment, and that after the last.
+
+        Args:
+            keys: Keys of N segments, [B, N, H_kv, L, D].
+            values: Values, of the same shape.
+            gates: What `token_gates` returns, by segment, [B, N, H_kv, L, 2].
+            first: The memory before segment 0.
+            starts: [B, N + 1] bool, true where the memory is emptied before it is read; None is
+                never.
+
+        Returns:
+            The memory before each segment, with a dimension of N after the first, and after the
+            last.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def read(q: Tensor, local: Tensor, weight: Tensor, memory: Memory) -> Tensor:
+        """The local attention with what the memory adds to it.
+
+        Where the memory is empty the result is exactly `local`.
+
+        Args:
+            q: Queries without rotary embedding, [N, H, L, D].
+            local: Local attention, of the shape and dtype of `q`.
+            weight: The parameter that weighs what is read.
+            memory: Of N rows; query head h reads key-value head h // (H / H_kv).
+
+        Returns:
+            [N, H, L, D] in the dtype of `local`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def write(cls, memory: Memory, keys: Tensor, values: Tensor, gates: Tensor | None) -> Memory:
+        """The memory after one more segment of keys and values [B, H_kv, L, D]."""
+        gates = None if gates is None else gates.unsqueeze(1)
+        return cls.states(keys.unsqueeze(1), values.unsqueeze(1), gates, memory, None)[1]
+
+    @classmethod
+    def over_segments(
+        cls,
+        q: Tensor,
+        local: Tensor,
+        weight: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        gates: Tensor | None,
+        first: Memory,
+        starts: Tensor | None,
+        *,
+        full: int,
+    ) -> tuple[Tensor, Memory]:
+        """Read the memory before every segment, and write each to it that is full.
+
+        Args:
+            q: Queries [n · B, H, T, D]; row i reads the memory of row i mod B.
+            local: The attention of the window, [n · B, S, H, L, D].
+            weight: The parameter that weighs what is read.
+            keys: [B, H_kv, T, D].
+            values: Of the shape of `keys`.
+            gates: [B, H_kv, T, 2], as in `states`.
+            first: The memory before segment 0.
+            starts: [B, S] bool, true where a segment starts a document; None is nowhere.
+            full: Number of full segments, S or S − 1.
+
+        Returns:
+            [n · B, S, H, L, D], and the memory after the last full segment (emptied, if a trailing
+            partial one starts a document).
+        """
+        rows = len(keys)
+        if starts is not None:
+            # One column per segment that reads, and one for the memory returned. A trailing partial
+            # segment reads the memory that is returned, so they share a column.
+            starts = functional.pad(starts, (0, full + 1 - starts.size(1)))
+        length = local.size(3)
+
+        def cut(x: Tensor) -> Tensor:
+            return segmented(x, length)[:, :full]
+
+        by_segment = None if gates is None else cut(gates)
+        before, after = cls.states(cut(keys), cut(values), by_segment, first, starts)
+        if full < local.size(1):
+            before = before.map(lambda x, last: torch.cat((x, last.unsqueeze(1)), 1), after)
+        reading, near = (_by_memory(x, rows) for x in (segmented(q, length), local))
+        out = cls.read(reading, near, weight, before.map(lambda x: x.flatten(0, 1)))
+        return _by_stream(out, rows, local), after
+
+
+def _by_memory(x: Tensor, rows: int) -> Tensor:
+    """[n · rows, S, H, L, D] as [rows · S, H, n · L, D]: all streams beside the memory they read.
+
+    Otherwise each stream would need its own copy of the memories.
+    """
+    streams = x.reshape(-1, rows, *x.shape[1:])
+    return streams.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
+
+
+def _by_stream(out: Tensor, rows: int, segments: Tensor) -> Tensor:
+    """The inverse of `_by_memory`, in the shape of `segments` [n · rows, S, H, L, D]."""
+    _, count, heads, length, width = segments.shape
+    out = out.view(rows, count, heads, -1, length, width)
+    return out.permute(3, 0, 1, 2, 4, 5).flatten(0, 1)

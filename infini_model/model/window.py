@@ -1,0 +1,281 @@
+"""The window: exact softmax attention of a segment to itself and to what stays in sight before it.
+
+A segment of L tokens sees itself, the n segments before it and the first k tokens of its document,
+the sinks that pretrained Llamas need (StreamingLLM, arXiv 2309.17453). It sees them in blocks, so
+that the state is n · L + k keys and values. Rotary positions are relative to the segment: its own
+keys are at 0 … L − 1, those of the segment before it at −L … −1, and so on, and the sinks, once
+their own segment is out of sight, at the k positions before the window. Up to n + 1 segments of a
+document this is plain causal attention. n = k = 0 is the paper's local attention (arXiv 2404.07143,
+equation 2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from infini_model.model.kernels.attention import local_attention
+from infini_model.model.rotary import Rope, rotate
+
+
+def segmented(x: Tensor, length: int) -> Tensor:
+    """[B, H, T, D] as [B, S, H, length, D], padded with zeros after the last token."""
+    missing = -x.size(2) % length
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    return x.reshape(*x.shape[:2], -1, length, x.size(3)).transpose(1, 2)
+
+
+class Sight(NamedTuple):
+    """What the segments of a pass see beside themselves, the same in all layers.
+
+    Attributes:
+        ages: The number of segments of the same document before each segment, and before the one
+            that follows the last full segment, [B, S or S + 1] int64.
+        mask: True where a token of a segment sees a key, [B, S, L, K]; the keys are those of
+            `Window.attend`, in order.
+    """
+
+    ages: Tensor
+    mask: Tensor
+
+
+class Earlier(NamedTuple):
+    """What stays in sight of the tokens before a pass: the keys, before the rotation, and values.
+
+    Each is [B, H_kv, k + n · L, D]: the sinks, then the n segments before. Zeros where a document
+    is younger.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+class Window(NamedTuple):
+    """The exact attention of a model.
+
+    Attributes:
+        segment_length: L, tokens of a segment.
+        segments: n, the segments before its own that a token sees.
+        sinks: k, the first tokens of a document that stay in sight, at most L.
+        causal: Whether a token sees of its own segment only what precedes it.
+        backend: Kernel of the attention; one of `LaunchConfig.attention_backend`.
+    """
+
+    segment_length: int
+    segments: int = 0
+    sinks: int = 0
+    causal: bool = True
+    backend: str = "auto"
+
+    @property
+    def kept(self) -> int:
+        """Keys and values of older tokens that a segment sees."""
+        return self.sinks + self.segments * self.segment_length
+
+    def sight(self, starts: Tensor | None, before: Tensor, tokens: int) -> Sight | None:
+        """What the segments of a pass over `tokens` see; None if that is only themselves.
+
+        Args:
+            starts: [B, ceil(T / L)] bool, true where a segment starts a document; None is nowhere.
+            before: Full segments of its document that each row has seen before the pass, [B] int64.
+            tokens: T.
+        """
+        if not self.kept:
+            return None
+        length = self.segment_length
+        count = -(-tokens // length)
+        numbers = torch.arange(tokens // length + 1, device=before.device)
+        ages = numbers + before[:, None]
+        if starts is not None:
+            starts = functional.pad(starts, (0, len(numbers) - count))
+            origins = torch.where(starts, numbers, -1).cummax(1).values
+            ages = torch.where(origins < 0, ages, numbers - origins)
+        own = torch.ones(length, length, dtype=torch.bool, device=before.device)
+        own = own.tril() if self.causal else own
+        older = self.older(ages[:, :count])
+        mask = torch.cat(
+            (older.unsqueeze(2).expand(-1, -1, length, -1), own.expand(*older.shape[:2], -1, -1)), 3
+        )
+        if not self.causal and tokens % length:  # no position may see the padding
+            mask[:, -1, :, self.kept + tokens % length :] = False
+        return Sight(ages, mask)
+
+    def older(self, ages: Tensor) -> Tensor:
+        """Which of the older keys a segment sees, [..., k + n · L] bool, from its age [...]."""
+        ages, n = ages.unsqueeze(-1), self.segments
+        distances = torch.arange(n, 0, -1, device=ages.device)
+        distances = distances.repeat_interleave(self.segment_length)
+        # Until they are out of sight, the sinks are among the keys of their segment.
+        return torch.cat(((ages > n).expand(*ages.shape[:-1], self.sinks), distances <= ages), -1)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: Rope | None,
+        *,
+        tokens: int,
+        rows: int,
+        sight: Sight | None = None,
+        earlier: Earlier | None = None,
+    ) -> Tensor:
+        """The attention of segments.
+
+        Args:
+            q: Queries [n · B, S, H, L, D] from `segmented`; L may be less for a single segment.
+            k: Keys [n · B, S, H_kv, L, D]; query head h reads key-value head h // (H / H_kv).
+            v: Values, of the shape of `k`.
+            rope: (cos, sin), each [k + n · L + L, D], at positions from −(k + n · L).
+            tokens: T; what follows is padding.
+            rows: B. Row i sees the older tokens of row i mod B, as the streams of block diffusion
+                do.
+            sight: Of B rows; None if each segment sees itself only.
+            earlier: What is in sight from before the first segment; None is nothing.
+
+        Returns:
+            [n · B, S, H, L, D].
+        """
+        if sight is None or (earlier is None and q.size(1) == 1):
+            return self._inside_segments(q, k, v, rope, tokens)
+        older = [
+            self._older(x, before, sight, rows)
+            for x, before in zip((k, v), earlier or (None, None), strict=True)
+        ]
+        streams = len(q) // rows
+        keys, values = (
+            torch.cat((x if streams == 1 else x.repeat(streams, 1, 1, 1, 1), own), 3)
+            for x, own in zip(older, (k, v), strict=True)
+        )
+        if rope is not None:
+            keys = rotate(keys, rope)
+            q = rotate(q, (rope[0][self.kept :], rope[1][self.kept :]))
+        mask = sight.mask if streams == 1 else sight.mask.repeat(streams, 1, 1, 1)
+        out = local_attention(
+            *(x.flatten(0, 1) for x in (q, keys, values)),
+            backend=self.backend,
+            mask=mask.flatten(0, 1).unsqueeze(1),
+        )
+        return out.view(q.shape)
+
+    def _inside_segments(
+        self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, tokens: int
+    ) -> Tensor:
+        """The attention of each segment to itself alone, without a mask."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            tables = None
+            if rope is not None:
+                first = len(rope[0]) - self.segment_length
+                tables = (rope[0][first:][: q.size(3)], rope[1][first:][: q.size(3)])
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out = local_attention(*flat, rope=tables, backend=self.backend, causal=self.causal)
+            return out.reshape(q.shape)
+
+        padding = q.size(1) * q.size(3) - tokens
+        if self.causal or not padding:
+            return attend(q, k, v)
+        # Only a causal mask hides the padding: else the last segment is attended to by itself.
+        full = attend(*(x[:, :-1] for x in (q, k, v)))
+        last = attend(*(x[:, -1:, :, :-padding] for x in (q, k, v)))
+        return torch.cat((full, functional.pad(last, (0, 0, 0, padding))), dim=1)
+
+    def _older(self, x: Tensor, earlier: Tensor | None, sight: Sight, rows: int) -> Tensor:
+        """The keys or values that segments see before themselves, [B, S, H_kv, k + n · L, D]."""
+        x = x[:rows]
+        if earlier is None:
+            earlier = x.new_zeros(rows, x.size(2), self.kept, x.size(4))
+        count, n, k = x.size(1), self.segments, self.sinks
+        history = torch.cat((segmented(earlier[:, :, k:], self.segment_length), x), 1)
+        parts = [history[:, at : at + count] for at in range(n)]
+        if k:
+            numbers = torch.arange(count, device=x.device)
+            flat = x.transpose(1, 2).flatten(2, 3)
+            sinks = self._first_tokens(flat, earlier, numbers, sight.ages[:, :count])
+            parts.insert(0, sinks)
+        return torch.cat(parts, 3)
+
+    def _first_tokens(self, x: Tensor, earlier: Tensor, numbers: Tensor, ages: Tensor) -> Tensor:
+        """The first k tokens of the documents of some segments, [B, S, H, k, D].
+
+        Args:
+            x: Of the pass, [B, H, T, D].
+            earlier: [B, H, k + n · L, D], of which the first k are those of the document before it.
+            numbers: Of the segments in the pass, [S].
+            ages: Of these segments, [B, S].
+        """
+        k, origins = self.sinks, numbers - ages
+        index = origins.clamp(min=0) * self.segment_length + k * (origins >= 0)
+        index = (index[..., None] + torch.arange(k, device=x.device)).flatten(1)
+        source = torch.cat((earlier[:, :, :k], x), 2)
+        index = index.clamp(max=source.size(2) - 1)[:, None, :, None]
+        found = source.gather(2, index.expand(-1, x.size(1), -1, x.size(3)))
+        return segmented(found, k)
+
+    def carried(
+        self, k: Tensor, v: Tensor, rope: Rope, sight: Sight | None, earlier: Earlier | None
+    ) -> tuple[Tensor, Tensor]:
+        """The keys, rotated, and values of the state after a pass; see `LayerState`.
+
+        Args:
+            k: Keys of the pass before the rotation, [B, H_kv, T, D].
+            v: Its values.
+            rope: As in `attend`.
+            sight: Of the pass.
+            earlier: As in `attend`.
+        """
+        number = k.size(2) // self.segment_length
+        full = number * self.segment_length
+        kept = []
+        for x, before in zip((k, v), earlier or (None, None), strict=True):
+            parts = [x[:, :, full:]]
+            if sight is not None:
+                if before is None:
+                    before = x.new_zeros(*x.shape[:2], self.kept, x.size(3))
+                history = torch.cat((before[:, :, self.sinks :], x), 2)
+                parts.insert(0, history[:, :, full:][:, :, : self.kept - self.sinks])
+                if self.sinks:
+                    last = torch.tensor([number], device=x.device)
+                    sinks = self._first_tokens(x, before, last, sight.ages[:, -1:])
+                    parts.insert(0, sinks.squeeze(1))
+            # A copy: a view would keep the whole sequence in the state.
+            kept.append(torch.cat(parts, 2))
+        count = kept[0].size(2)
+        return rotate(kept[0], (rope[0][:count], rope[1][:count])), kept[1]
+
+    def earlier(self, keys: Tensor, values: Tensor, rope: Rope) -> Earlier | None:
+        """What a pass sees of a state's keys and values; None if that is nothing."""
+        if not self.kept:
+            return None
+        inverse = (rope[0][: self.kept], -rope[1][: self.kept])
+        return Earlier(rotate(keys[:, :, : self.kept], inverse), values[:, :, : self.kept])
+
+    def shifted(
+        self, keys: Tensor, values: Tensor, rope: Rope, completes: Tensor, is_first: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values of a state when an open segment is full: it is now an earlier one.
+
+        Args:
+            keys: Of the state, rotated, [B, H_kv, k + n · L + L + 1, D].
+            values: Its values.
+            rope: As in `attend`.
+            completes: Rows of which the open segment is full, [B] bool; the others keep theirs.
+            is_first: Rows in which it is the first of its document, [B] bool.
+        """
+        k, length, kept = self.sinks, self.segment_length, self.kept
+
+        def step(x: Tensor, turn: bool) -> Tensor:
+            sinks, earlier = x[:, :, kept : kept + k], x[:, :, k + length : kept + length]
+            if turn and k:
+                sinks = rotate(sinks, (rope[0][0], rope[1][0]))
+            if turn and self.segments:
+                earlier = rotate(earlier, (rope[0][kept - length], rope[1][kept - length]))
+            sinks = torch.where(is_first.view(-1, 1, 1, 1), sinks, x[:, :, :k])
+            moved = torch.cat((sinks, earlier, x[:, :, kept:]), 2)
+            return torch.where(completes.view(-1, 1, 1, 1), moved, x)
+
+        return (step(keys, turn=True), step(values, turn=False)) if kept else (keys, values)

@@ -44,14 +44,20 @@ class Sight(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What stays in sight of the tokens before a pass: the keys, before the rotation, and values.
+    """What stays in sight of the tokens before a pass.
 
     Each is [B, H_kv, k + n · L, D]: the sinks, then the n segments before. Zeros where a document
     is younger.
+
+    Attributes:
+        keys: The keys before the rotation.
+        values: Their values.
+        rotated: The keys as a state holds them.
     """
 
     keys: Tensor
     values: Tensor
+    rotated: Tensor
 
 
 class Window(NamedTuple):
@@ -144,7 +150,7 @@ class Window(NamedTuple):
             return self._inside_segments(q, k, v, rope, tokens)
         older = [
             self._older(x, before, sight, rows)
-            for x, before in zip((k, v), earlier or (None, None), strict=True)
+            for x, before in zip((k, v), (earlier or (None, None))[:2], strict=True)
         ]
         streams = len(q) // rows
         keys, values = (
@@ -231,7 +237,7 @@ class Window(NamedTuple):
         number = k.size(2) // self.segment_length
         full = number * self.segment_length
         kept = []
-        for x, before in zip((k, v), earlier or (None, None), strict=True):
+        for x, before in zip((k, v), (earlier or (None, None))[:2], strict=True):
             parts = [x[:, :, full:]]
             if sight is not None:
                 if before is None:
@@ -244,15 +250,22 @@ class Window(NamedTuple):
                     parts.insert(0, sinks.squeeze(1))
             # A copy: a view would keep the whole sequence in the state.
             kept.append(torch.cat(parts, 2))
-        count = kept[0].size(2)
-        return rotate(kept[0], (rope[0][:count], rope[1][:count])), kept[1]
+        count, k = kept[0].size(2), self.sinks
+        keys = rotate(kept[0], (rope[0][:count], rope[1][:count]))
+        if k and sight is not None and earlier is not None:
+            # To be turned back and forth in every pass would wear them down in 16 bits.
+            are_old = (sight.ages[:, -1] > number)[:, None, None, None]
+            sinks = torch.where(are_old, earlier.rotated[:, :, :k], keys[:, :, :k])
+            keys = torch.cat((sinks, keys[:, :, k:]), 2)
+        return keys, kept[1]
 
     def earlier(self, keys: Tensor, values: Tensor, rope: Rope) -> Earlier | None:
         """What a pass sees of a state's keys and values; None if that is nothing."""
         if not self.kept:
             return None
         inverse = (rope[0][: self.kept], -rope[1][: self.kept])
-        return Earlier(rotate(keys[:, :, : self.kept], inverse), values[:, :, : self.kept])
+        rotated = keys[:, :, : self.kept]
+        return Earlier(rotate(rotated, inverse), values[:, :, : self.kept], rotated)
 
     def shifted(
         self, keys: Tensor, values: Tensor, rope: Rope, completes: Tensor, is_first: Tensor

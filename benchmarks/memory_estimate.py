@@ -64,7 +64,6 @@ CASES: dict[str, Tree] = {
         "model": {"memory": "delta", "segment_length": 64},
     },
     "linear memory": {"model": {"memory": "linear"}},
-    "plain attention": {"launch": {"attention_backend": "math"}},
     "recomputed": RECOMPUTED,
     "recomputed in 16 bits": merge(RECOMPUTED, BF16),
     "weights": {

@@ -123,9 +123,9 @@ OPTIONS = {
         "Device for tokenization, such as cuda:0.", used_by=("run", "compare", "preprocess")
     ),
     "disable_flash_attn": Option(
-        "Use PyTorch's memory-efficient attention.",
+        "Use PyTorch's attention where flash-attn is installed.",
         key="launch.attention_backend",
-        value="efficient",
+        value="sdpa",
         used_by=(*_MODEL, "doctor"),
         kind=bool,
     ),

@@ -28,7 +28,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 SavedModule = Literal[
     "embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"
 ]
-AttentionBackend = Literal["auto", "flash_attn", "flash", "cudnn", "efficient", "math"]
+AttentionBackend = Literal["auto", "flash", "sdpa"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -140,10 +140,8 @@ class LaunchConfig(Section):
     """How processes share the model: ddp keeps a full copy in each; fsdp shards it, for models too
     large for one device. May change when a run resumes."""
     attention_backend: AttentionBackend = "auto"
-    """Kernel for the attention within segments: flash_attn is the package of that name, the
-    others are PyTorch's; auto uses the fastest one available. On a GPU flash_attn, flash and cudnn
-    need 16-bit precision; where the computation is in float32, auto decides. cudnn needs
-    launch.deterministic=false."""
+    """Kernel of the exact attention: flash is the package flash-attn, for 16 bits on a GPU; sdpa is
+    PyTorch's own choice; auto uses flash where it is installed and suits the GPU."""
     gradient_checkpointing: bool = False
     """Whether to recompute activations in the backward pass instead of storing them: less memory,
     about a third more time, identical results."""

@@ -250,13 +250,13 @@ class Window(NamedTuple):
                     parts.insert(0, sinks.squeeze(1))
             # A copy: a view would keep the whole sequence in the state.
             kept.append(torch.cat(parts, 2))
-        count, k = kept[0].size(2), self.sinks
+        count, first = kept[0].size(2), self.sinks
         keys = rotate(kept[0], (rope[0][:count], rope[1][:count]))
-        if k and sight is not None and earlier is not None:
+        if first and sight is not None and earlier is not None:
             # To be turned back and forth in every pass would wear them down in 16 bits.
             are_old = (sight.ages[:, -1] > number)[:, None, None, None]
-            sinks = torch.where(are_old, earlier.rotated[:, :, :k], keys[:, :, :k])
-            keys = torch.cat((sinks, keys[:, :, k:]), 2)
+            sinks = torch.where(are_old, earlier.rotated[:, :, :first], keys[:, :, :first])
+            keys = torch.cat((sinks, keys[:, :, first:]), 2)
         return keys, kept[1]
 
     def earlier(self, keys: Tensor, values: Tensor, rope: Rope) -> Earlier | None:

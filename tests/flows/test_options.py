@@ -72,7 +72,7 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
         (COMMANDS, "--output-dir there", "run.output_dir=there"),
         (COMMANDS, "--max-steps 7", "training.max_steps=7"),
         (COMMANDS, "--use-gpu-dataloader", ""),
-        (COMMANDS, "--disable-flash-attn", "launch.attention_backend=efficient"),
+        (COMMANDS, "--disable-flash-attn", "launch.attention_backend=sdpa"),
         (COMMANDS, "--force", "launch.force=true"),
         (COMMANDS, "-t tb", "logging.tensorboard_dir=tb"),
         (COMMANDS, "--gpu-device cuda:2", "data.device=cuda:2"),

@@ -1,34 +1,19 @@
-"""Exact softmax attention inside segments (arXiv 2404.07143, equations 2 and 3).
-
-On CUDA it runs flash-attn or one of PyTorch's kernels, on a CPU one of PyTorch's.
-"""
+"""Exact softmax attention (arXiv 2404.07143, equations 2 and 3), by flash-attn or PyTorch."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
+from infini_model.config import AttentionBackend
 from infini_model.model.rotary import Rope, rotate
 from infini_model.runtime.errors import ConfigError
-
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-_CPU_BACKENDS = ("auto", "flash", "efficient", "math")
-_CUDA_BACKENDS = ("auto", "flash_attn", *_KERNELS)
-# Those that take no float32 on CUDA.
-_NARROW_BACKENDS = ("flash_attn", "flash", "cudnn")
 
 # The distributions of flash-attn, the faster one first.
 _FLASH_ATTN = ("flash-attn-4", "flash-attn")
@@ -37,9 +22,9 @@ _OLDEST_FLASH_ATTN_4 = "4.0.0b8"
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The kernel to use for `backend`; `auto` means that PyTorch chooses among its own.
+    """The kernel to use: `sdpa`, by which PyTorch chooses among its own, or one of `_FLASH_ATTN`.
 
-    On CUDA a backend for 16 bits means `auto` where the computation is in float32, and a kernel is
+    These take 16 bits: where the computation is in float32, `flash` means `sdpa`. Each is
     deterministic in its backward pass if `torch.use_deterministic_algorithms` asks for it.
 
     Args:
@@ -49,20 +34,16 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head
         head_dim: Width of a head.
 
     Raises:
-        ConfigError: The backend is unknown, not installed, not deterministic, or does not support
-            the device, the head or the dtype.
+        ConfigError: The backend is unknown, not installed, or does not support device or head.
     """
-    takes = _CUDA_BACKENDS if device.type == "cuda" else _CPU_BACKENDS
     got = f"launch.attention_backend: got {backend!r}"
-    if backend not in takes:
-        raise ConfigError(f"{got}: on {device.type} it takes {', '.join(takes)}")
-    if backend == "flash_attn" and not any(map(installed_version, _FLASH_ATTN)):
-        raise ConfigError(f"{got}, but flash-attn is not installed: pip install '.[flash-attn]'")
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return resolve_on_cuda(backend, capability, dtype, head_dim)
-    # What PyTorch itself chooses on a CPU computes no scores of all pairs at once.
-    return "auto" if backend == "efficient" else backend
+    if backend not in get_args(AttentionBackend):
+        raise ConfigError(f"{got}, takes {', '.join(get_args(AttentionBackend))}")
+    if device.type != "cuda":
+        if backend == "flash":
+            raise ConfigError(f"{got}, which needs a GPU; on {device.type} it takes auto, sdpa")
+        return "sdpa"
+    return resolve_on_cuda(backend, torch.cuda.get_device_capability(device), dtype, head_dim)
 
 
 # As `torch.compiler.assume_constant_result` does; that imports the compiler, which takes a second.
@@ -72,21 +53,16 @@ resolve_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def resolve_on_cuda(
     backend: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
 ) -> str:
-    """As `resolve_backend`, on a GPU of this compute capability, for a backend that CUDA has."""
-    got = f"launch.attention_backend: got {backend!r}"
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    if backend in _NARROW_BACKENDS and not narrow:
-        return "auto"
-    if backend == "cudnn" and torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(f"{got}: it is not deterministic; set launch.deterministic=false")
-    if backend not in ("auto", "flash_attn"):
-        return backend
+    """As `resolve_backend`, on a GPU of this compute capability."""
+    if backend == "sdpa" or dtype not in (torch.float16, torch.bfloat16):
+        return "sdpa"
     package = flash_attn_package(capability, head_dim)
-    if narrow and package is not None:
-        return package
-    if backend == "flash_attn":
-        raise ConfigError(f"{got}, but what is installed does not support this GPU and head_dim")
-    return "auto"
+    if package is None and backend == "flash":
+        got = "launch.attention_backend: got 'flash', but"
+        if any(map(installed_version, _FLASH_ATTN)):
+            raise ConfigError(f"{got} what is installed does not support this GPU and head_dim")
+        raise ConfigError(f"{got} flash-attn is not installed: pip install '.[flash-attn]'")
+    return package or "sdpa"
 
 
 @functools.cache
@@ -122,9 +98,9 @@ def can_be_compiled(kernel: str) -> bool:
 
 def describe_backend(kernel: str) -> str:
     """The description of a kernel from `resolve_backend`, for the log."""
-    if kernel == "auto":
-        return f"PyTorch {torch.__version__}, chosen automatically"
-    return f"{kernel} {installed_version(kernel)}" if kernel in _FLASH_ATTN else kernel
+    if kernel in _FLASH_ATTN:
+        return f"{kernel} {installed_version(kernel)}"
+    return f"PyTorch {torch.__version__}, chosen automatically"
 
 
 def local_attention(
@@ -145,31 +121,31 @@ def local_attention(
         v: Values [N, H_kv, M, D].
         rope: (cos, sin), each [L, D], to rotate queries and keys by; M must then be L.
         backend: Kernel; one of `LaunchConfig.attention_backend`.
-        mask: Bool, broadcast to [N, H, L, M], true where a query attends to a key.
+        mask: Bool, broadcast to [N, H, L, M], true where a query attends to a key. flash-attn takes
+            none, and `sdpa` serves.
         causal: Without a mask, whether query i attends to keys 0 … i only; M must then be L.
 
     Returns:
         [N, H, L, D].
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or does not support the device or dtype.
+        ConfigError: As `resolve_backend`.
     """
-    causal = causal and mask is None
     kernel = resolve_backend(backend, q.device, q.dtype, q.size(3))
     if rope is not None:
         q, k = rotate(q, rope), rotate(k, rope)
     if mask is None and kernel in _FLASH_ATTN:
         return _flash_attn(kernel, q, k, v, causal=causal)
-    if q.is_cuda and (mask is not None or kernel == "efficient" or q.dtype == torch.float32):
-        # Of these PyTorch's memory-efficient kernel alone computes no scores of all pairs at once,
-        # and it takes no grouped heads.
+    if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # Of PyTorch's kernels the memory-efficient one alone then computes no scores of all pairs
+        # at once, and it takes no grouped heads.
         k, v = (_for_every_head(x, q.size(1)) for x in (k, v))
-    # flash-attn and flash support no mask. Only generation passes one, so PyTorch may choose.
-    any_kernel = kernel not in _KERNELS or (mask is not None and kernel == "flash")
-    with contextlib.nullcontext() if any_kernel else sdpa_kernel(_KERNELS[kernel]):
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.size(1) != k.size(1)
-        )
+    return functional.scaled_dot_product_attention(
+        *(q, k, v),
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        enable_gqa=q.size(1) != k.size(1),
+    )
 
 
 def _for_every_head(x: Tensor, heads: int) -> Tensor:

@@ -13,7 +13,6 @@ from infini_model.model.attention import infini_attention
 from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.attention import (
     local_attention,
-    resolve_backend,
     resolve_on_cuda,
 )
 from infini_model.model.memory import RULES, Memory
@@ -251,42 +250,32 @@ def test_feature_map_is_precise_in_value_and_gradient():
     torch.testing.assert_close(slope, torch.tensor([*expected[:3], 1.0]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "math", "flash"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("tokens", "length"), [(16, 7), (302, 150), (3, 8)])
-def test_backends_equal_the_paper(backend, causal, tokens, length):
+def test_longer_segments_equal_the_paper(causal, tokens, length):
     """With a memory and with one that is emptied everywhere; the last segments are not full."""
     q, k, v, gate, *_ = draw(2, 4, 2, tokens, 8)
     rope = tuple(table.double() for table in rope_tables(length, 8, 100.0))
     settings = {"segment_length": length, "rope": rope, "causal": causal}
     everywhere = torch.ones(2, -(-tokens // length), dtype=torch.bool)
     for settings["document_starts"] in (None, everywhere):
-        ours, _ = infini_attention(q, k, v, gate, backend=backend, **settings)
+        ours, _ = infini_attention(q, k, v, gate, **settings)
         exact, _ = attention_by_segment(q, k, v, gate, **settings)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("backend", ["auto", "flash_attn", "flash", "cudnn", "efficient", "math"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "sdpa"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_kernels_of_a_gpu_equal_the_paper(gpu, backend, causal):
-    if backend == "flash_attn":
+    if backend == "flash":
         pytest.importorskip("flash_attn")
-    if gpu.type == "cpu" and backend in ("cudnn", "efficient"):
-        pytest.skip("not on a CPU")
     q, k, v, gate, *_ = draw(2, 4, 4, 128, 64, dtype=torch.bfloat16)
     on_gpu = (x.to(gpu) for x in (q, k, v))
     ours = local_attention(*on_gpu, backend=backend, causal=causal)
     wide = (x.double() for x in (q, k, v, gate))
     exact, _ = attention_by_segment(*wide, segment_length=128, causal=causal)
     torch.testing.assert_close(ours.double().cpu(), exact, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("backend", "kernel"), [("auto", "auto"), ("flash", "flash"), ("efficient", "auto")]
-)
-def test_kernels_on_a_cpu(backend, kernel):
-    assert resolve_backend(backend, torch.device("cpu"), torch.float32, 64) == kernel
 
 
 @pytest.fixture
@@ -301,7 +290,7 @@ def install(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "head_dim", "strict", "kernel"),
     [
-        ((7, 5), 128, True, "auto"),
+        ((7, 5), 128, True, "sdpa"),
         ((8, 0), 128, True, "flash-attn"),  # not hidden by version 4
         ((9, 0), 128, True, "flash-attn-4"),
         ((9, 0), 256, True, "flash-attn"),
@@ -314,35 +303,31 @@ def test_the_flash_attn_that_suits_the_gpu(install, capability, head_dim, strict
     with deterministic_algorithms() if strict else contextlib.nullcontext():
         for dtype in (torch.bfloat16, torch.float16):
             assert resolve_on_cuda("auto", capability, dtype, head_dim) == kernel
-    for backend in ("auto", "flash_attn", "flash", "cudnn"):  # these take 16 bits
-        assert resolve_on_cuda(backend, capability, torch.float32, head_dim) == "auto"
+            assert resolve_on_cuda("sdpa", capability, dtype, head_dim) == "sdpa"
+    for backend in ("auto", "flash"):  # which takes 16 bits
+        assert resolve_on_cuda(backend, capability, torch.float32, head_dim) == "sdpa"
 
 
 def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
+    with pytest.raises(ConfigError, match=r"flash-attn is not installed: pip install"):
+        resolve_on_cuda("flash", (8, 0), torch.bfloat16, 128)
     install("flash-attn-4")
-    assert resolve_on_cuda("auto", (8, 0), torch.bfloat16, 128) == "auto"
-    with pytest.raises(ConfigError, match=r"got 'flash_attn', but what is installed"):
-        resolve_on_cuda("flash_attn", (8, 0), torch.bfloat16, 128)
+    assert resolve_on_cuda("auto", (8, 0), torch.bfloat16, 128) == "sdpa"
+    with pytest.raises(ConfigError, match=r"got 'flash', but what is installed"):
+        resolve_on_cuda("flash", (8, 0), torch.bfloat16, 128)
     install("flash-attn-4", version="4.0.0b5")
-    assert resolve_on_cuda("auto", (9, 0), torch.bfloat16, 128) == "auto"
-    assert resolve_on_cuda("cudnn", (9, 0), torch.bfloat16, 128) == "cudnn"
-    with (
-        deterministic_algorithms(),
-        pytest.raises(ConfigError, match=r"'cudnn': it is not deterministic; set launch\.determin"),
-    ):
-        resolve_on_cuda("cudnn", (9, 0), torch.bfloat16, 128)
+    assert resolve_on_cuda("auto", (9, 0), torch.bfloat16, 128) == "sdpa"
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("backend", "dtype"), [("auto", torch.float32), ("efficient", None)])
-def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu, backend, dtype):
+def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu):
     if gpu.type == "cpu":
         pytest.skip("counts what a GPU allocates")
-    drawn = draw(1, 8, 2, 4096, 64, dtype=dtype or torch.bfloat16)
+    drawn = draw(1, 8, 2, 4096, 64, dtype=torch.float32)
     q, k, v = (x.to(gpu) for x in drawn[:3])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    local_attention(q, k, v, backend=backend)
+    local_attention(q, k, v)
     assert torch.cuda.max_memory_allocated() - before < 8 * 4096 * 4096
 
 
@@ -395,8 +380,12 @@ EMPTY = RULES["linear"].empty(2, 2, 8, dtype=torch.float32, device=torch.device(
             {"update": "residual", "gate": Q[0, :, 0], "memory": EMPTY},
         ),
         (ValueError, "memory_gates: not with update 'linear'", {"memory_gates": K[..., :2]}),
-        (ConfigError, "attention_backend: got 'cudnn': on cpu it takes", {"backend": "cudnn"}),
-        (ConfigError, "attention_backend: got 'best'", {"backend": "best"}),
+        (ConfigError, "got 'flash', which needs a GPU; on cpu it takes auto", {"backend": "flash"}),
+        (
+            ConfigError,
+            "attention_backend: got 'best', takes auto, flash, sdpa",
+            {"backend": "best"},
+        ),
     ],
 )
 def test_bad_input_is_named(error, message, change):

@@ -292,8 +292,8 @@ class Config(Section):
             yield (
                 "model.bidirectional: needs training.objective=masked_diffusion or block_diffusion"
             )
-        if objective == "block_diffusion" and model.memory == "none":
-            yield "model.memory: none, but block_diffusion reads the segments before from it"
+        if objective == "block_diffusion" and not model.has_past:
+            yield "model.memory: none, but block_diffusion needs it or a window of earlier segments"
 
     @property
     def data_to_tokenize(self) -> DataConfig:

@@ -156,7 +156,7 @@ class HostCopy:
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
         """Copy the state of a checkpoint. Call it on all ranks; only rank 0 gets the tensors."""
         copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
-        names = dict(model.named_parameters())
+        names = {file_name(name) for name, _ in model.named_parameters()}
         generators = {
             name: self._world.all_gather(state.to(self._world.device)).cpu()
             for name, state in _generator_states(self._world.device).items()
@@ -188,11 +188,11 @@ class HostCopy:
 
 def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint by name: what is trained, then AdamW's moments of each."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {file_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     yield from trained.items()
     for name, parameter in trained.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"{file_name(name)}{SEPARATOR}{key}", value
+            yield f"{name}{SEPARATOR}{key}", value
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     model = InfiniLlama.check_pretrained(folder, **changes)
     if config.training.objective == "causal" and model.bidirectional:
         raise ConfigError(f"training.objective: causal, but {name} is bidirectional")
-    if config.training.objective == "block_diffusion" and model.memory == "none":
+    if config.training.objective == "block_diffusion" and not model.has_past:
         raise ConfigError(f"model.memory: missing; {name} has none, and block_diffusion needs one")
     is_own = config.data.tokenizer.spec == MODEL_SPEC
     own = None

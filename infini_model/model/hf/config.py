@@ -200,7 +200,7 @@ def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
 
 def model_type(config: ModelConfig) -> str:
     """The kind of model that config.json calls itself."""
-    if config.memory != "none" or (config.has_past and not config.bidirectional):
+    if config.has_past:
         return "infini_llama"
     return "llada" if config.bidirectional else "llama"
 

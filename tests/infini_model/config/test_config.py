@@ -311,7 +311,7 @@ REFUSED = {
         "model.segment_length: 64 is less than pack"
     ),
     "training.objective=block_diffusion; model.memory=none": (
-        "model.memory: none, but block_diffusion reads"
+        "model.memory: none, but block_diffusion needs it or a window of earlier"
     ),
     "model.initial_weights=llama": "model.segment_length: missing; model.initial_weights",
     "model={initial_weights: '', segment_length: 64}": "model.initial_weights: got '': string",
@@ -326,6 +326,12 @@ REFUSED = {
     "launch={launcher: ray, nodes: 0}": "launch.nodes: got 0: takes a number of nodes, or",
     "launch={launcher: ray, gpus: '0,1'}": "launch: gpus 0,1 needs launcher=local; Ray",
     "launch={launcher: ray, num_nodes: 2, rdzv_endpoint: 'first:29500'}": "launch: num_nodes needs",
+    "model={segment_length: 32, window_sinks: 33}": (
+        "model: window_sinks 33 is more than segment_length 32"
+    ),
+    "training.objective=masked_diffusion; model.window_segments=1": (
+        "model.window_segments: masked_diffusion sees whole windows; leave it out"
+    ),
     "evaluation.tasks=[sample, heat]": "evaluation.tasks.1: got 'heat': ",
     "evaluation.needles={needles: 6, depths: [0, 50]}": (
         "evaluation.needles: 6 needles in a sequence need as many depths"

@@ -248,10 +248,36 @@ def test_an_output_layer_of_a_folder_that_says_it_is_tied_is_kept(tmp_path, capl
     assert not caplog.records
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_model_with_a_memory_is_not_taken_for_a_llama_or_a_llada(tmp_path, bidirectional):
+@pytest.mark.parametrize("memory", ["residual", "none"])
+def test_a_llama_whose_window_holds_all_is_the_llama(tmp_path, memory):
+    """Cut into three segments; by default with sinks, which then are in the window."""
+    llama = theirs()
+    llama.save_pretrained(tmp_path)
+    cut = {"segment_length": LENGTH // 3, "memory": memory}
+    model = InfiniLlama.from_pretrained(tmp_path, window_segments=2, **cut)
+    assert model.config.window_sinks == 4
+    assert_close(model, llama)
+    chosen = InfiniLlama.from_pretrained(tmp_path, window_segments=1, window_sinks=0, **cut)
+    assert chosen.config.window_sinks == 0
+    # One segment fewer, and the sinks alone: the last segment is no longer the Llama's.
+    for window, at_least in (({"window_segments": 1}, 2), ({"window_sinks": 3}, 1)):
+        found = (logits(InfiniLlama.from_pretrained(tmp_path, **window, **cut)), logits(llama))
+        same, other = ([x[:, : at_least * LENGTH // 3] for x in found], [x[:, -1] for x in found])
+        torch.testing.assert_close(*same, rtol=1e-5, atol=1e-5)
+        assert (other[0] - other[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("bidirectional", "part"),
+    [
+        (False, {"memory": "residual"}),
+        (True, {"memory": "residual"}),
+        (False, {"memory": "none", "window_segments": 2, "window_sinks": 1}),
+    ],
+)
+def test_a_model_with_a_past_is_not_taken_for_a_llama_or_a_llada(tmp_path, bidirectional, part):
     mask = {"mask_token_id": 49} if bidirectional else {}
-    model = ours(memory="residual", bidirectional=bidirectional, **mask)
+    model = ours(bidirectional=bidirectional, **part, **mask)
     model.save_pretrained(tmp_path / "m")
     with pytest.raises(ValueError, match="infini_llama"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "m")

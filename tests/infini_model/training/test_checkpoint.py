@@ -18,6 +18,7 @@ from trainings import PRELOADED
 
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import verify_checkpoint
@@ -145,7 +146,7 @@ def test_a_snapshot_does_not_change_with_the_training(trained):
     model, optimizer = trained
     copy = HostCopy(WORLD)
     copy.preallocate(model, optimizer)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = {file_name(n): p.detach().clone() for n, p in model.named_parameters()}
     snapshot = copy.take(model, optimizer)
     ids = torch.randint(0, 11, (2, 8))
     model(ids, labels=ids).loss.backward()

@@ -119,7 +119,7 @@ def test_block_diffusion_begins_from_weights_with_a_memory_and_shifts_its_querie
     shape = model.config
     assert (shape.bidirectional, shape.memory, shape.memory_query_shift) == (True, "delta", True)
     assert (shape.segment_length, shape.mask_token_id, shape.vocab_size) == (16, 256, 257)
-    shifts = model.get_parameter("model.layers.1.self_attn.memory_query_shift")
+    shifts = model.get_parameter("model.layers.1.self_attn.memory.memory_query_shift")
     assert not torch.equal(shifts, torch.full((2,), 0.5))
 
     def memory_of(name, **model):

@@ -58,6 +58,17 @@ def test_memory_flops_count_all_segments_but_one() -> None:
         assert more * length == pytest.approx(expected)
 
 
+def test_a_window_costs_the_keys_of_the_segments_that_are_there() -> None:
+    near, far = (
+        InfiniLlama(CONFIG.model_copy(update={"window_segments": count})) for count in (0, 2)
+    )
+    a_key = 3 * 2 * 2 * CONFIG.hidden_size * CONFIG.num_hidden_layers
+    for segments, seen in ((1, 0), (2, 1), (5, 1 + 2 + 2 + 2)):
+        length = segments * LENGTH
+        more = flops_per_token(far, length) - flops_per_token(near, length)
+        assert more * length == pytest.approx(a_key * LENGTH * LENGTH * seen)
+
+
 def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA H200 NVL") == 835e12

@@ -65,10 +65,10 @@ def score(model):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("memory", ["delta", "residual"])
-def test_they_compile_once_and_give_the_numbers_of_plain_layers(compiler, memory):
+@pytest.mark.parametrize(("memory", "window"), [("delta", 0), ("residual", 0), ("residual", 1)])
+def test_they_compile_once_and_give_the_numbers_of_plain_layers(compiler, memory, window):
     """Layers recomputed in the backward pass take the same code, other passes the plain one."""
-    model = build(compiler, memory=memory)
+    model = build(compiler, memory=memory, window_segments=window, window_sinks=2 * window)
     expected = [step(model, seed=seed, starts=True) for seed in range(2)]
     logits, text = score(model)
     model.model.compile_layers()

@@ -213,7 +213,7 @@ def _model_section(context: EvalContext) -> str:
     )
     if not shape.has_past:
         memory = "none (segments are independent)"
-    sees_all = shape.bidirectional and shape.memory == "none"
+    sees_all = shape.bidirectional and not shape.has_past
     segments = (
         f"{context_length:,} tokens in {context_length // shape.segment_length} segments of "
         f"{shape.segment_length:,}"
@@ -243,12 +243,12 @@ def _model_section(context: EvalContext) -> str:
 
 def _window(shape: ModelConfig) -> str:
     """What a token sees exactly."""
-    parts = ["its segment"]
-    if shape.window_segments:
-        parts.append(f"the {shape.window_segments} before it")
+    parts, segments = ["its segment"], shape.window_segments
+    if segments:
+        parts.append(f"the {segments} before it" if segments > 1 else "the one before it")
     if shape.window_sinks:
-        parts.append(f"the first {shape.window_sinks} tokens of the document")
-    return " and ".join(parts)
+        parts.append(f"the first {shape.window_sinks} tokens of its document")
+    return ", ".join(parts)
 
 
 def _speed_section(lines: Sequence[Line]) -> str:

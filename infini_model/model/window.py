@@ -148,11 +148,11 @@ class Window(NamedTuple):
         """
         if sight is None or (earlier is None and q.size(1) == 1):
             return self._inside_segments(q, k, v, rope, tokens)
-        older = [
-            self._older(x, before, sight, rows)
-            for x, before in zip((k, v), (earlier or (None, None))[:2], strict=True)
-        ]
-        streams = len(q) // rows
+        streams, (known_keys, known_values, _) = len(q) // rows, earlier or self._nothing(k[:rows])
+        older = (
+            self._older(k[:rows], known_keys, sight.ages[:, : q.size(1)]),
+            self._older(v[:rows], known_values, sight.ages[:, : q.size(1)]),
+        )
         keys, values = (
             torch.cat((x if streams == 1 else x.repeat(streams, 1, 1, 1, 1), own), 3)
             for x, own in zip(older, (k, v), strict=True)
@@ -190,37 +190,32 @@ class Window(NamedTuple):
         last = attend(*(x[:, -1:, :, :-padding] for x in (q, k, v)))
         return torch.cat((full, functional.pad(last, (0, 0, 0, padding))), dim=1)
 
-    def _older(self, x: Tensor, earlier: Tensor | None, sight: Sight, rows: int) -> Tensor:
-        """The keys or values that segments see before themselves, [B, S, H_kv, k + n · L, D]."""
-        x = x[:rows]
-        if earlier is None:
-            earlier = x.new_zeros(rows, x.size(2), self.kept, x.size(4))
-        count, n, k = x.size(1), self.segments, self.sinks
-        history = torch.cat((segmented(earlier[:, :, k:], self.segment_length), x), 1)
-        parts = [history[:, at : at + count] for at in range(n)]
-        if k:
-            numbers = torch.arange(count, device=x.device)
-            flat = x.transpose(1, 2).flatten(2, 3)
-            sinks = self._first_tokens(flat, earlier, numbers, sight.ages[:, :count])
-            parts.insert(0, sinks)
-        return torch.cat(parts, 3)
+    def _nothing(self, k: Tensor) -> Earlier:
+        """What a pass over segments of keys [B, S, H_kv, L, D] sees of no token before it."""
+        zeros = k.new_zeros(k.size(0), k.size(2), self.kept, k.size(4))
+        return Earlier(zeros, zeros, zeros)
 
-    def _first_tokens(self, x: Tensor, earlier: Tensor, numbers: Tensor, ages: Tensor) -> Tensor:
-        """The first k tokens of the documents of some segments, [B, S, H, k, D].
+    def _older(self, x: Tensor, earlier: Tensor, ages: Tensor, first: int = 0) -> Tensor:
+        """The keys or values that some segments see before themselves, [B, N, H_kv, k + n · L, D].
 
         Args:
-            x: Of the pass, [B, H, T, D].
-            earlier: [B, H, k + n · L, D], of which the first k are those of the document before it.
-            numbers: Of the segments in the pass, [S].
-            ages: Of these segments, [B, S].
+            x: Of the segments of the pass, [B, S, H_kv, L, D].
+            earlier: Of the tokens before it, [B, H_kv, k + n · L, D].
+            ages: Those in `Sight` of the N segments, [B, N].
+            first: Number of the first of them in the pass, counted from 0.
         """
-        k, origins = self.sinks, numbers - ages
-        index = origins.clamp(min=0) * self.segment_length + k * (origins >= 0)
-        index = (index[..., None] + torch.arange(k, device=x.device)).flatten(1)
-        source = torch.cat((earlier[:, :, :k], x), 2)
-        index = index.clamp(max=source.size(2) - 1)[:, None, :, None]
-        found = source.gather(2, index.expand(-1, x.size(1), -1, x.size(3)))
-        return segmented(found, k)
+        (rows, count), k, length = ages.shape, self.sinks, self.segment_length
+        history = torch.cat((segmented(earlier[:, :, k:], length), x), 1) if self.segments else x
+        parts = [history[:, first + at :][:, :count] for at in range(self.segments)]
+        if k:
+            # The first tokens of each document, which may have begun before the pass.
+            flat = torch.cat((earlier[:, :, :k], x.transpose(1, 2).flatten(2, 3)), 2)
+            origins = torch.arange(first, first + count, device=x.device) - ages
+            starts = torch.where(origins < 0, 0, k + origins * length)
+            index = (starts[..., None] + torch.arange(k, device=x.device)).view(rows, 1, -1, 1)
+            index = index.clamp(max=flat.size(2) - 1).expand(-1, flat.size(1), -1, flat.size(3))
+            parts.insert(0, segmented(flat.gather(2, index), k))
+        return torch.cat(parts, 3)
 
     def carried(
         self, k: Tensor, v: Tensor, rope: Rope, sight: Sight | None, earlier: Earlier | None
@@ -234,30 +229,22 @@ class Window(NamedTuple):
             sight: Of the pass.
             earlier: As in `attend`.
         """
-        number = k.size(2) // self.segment_length
-        full = number * self.segment_length
-        kept = []
-        for x, before in zip((k, v), (earlier or (None, None))[:2], strict=True):
-            parts = [x[:, :, full:]]
-            if sight is not None:
-                if before is None:
-                    before = x.new_zeros(*x.shape[:2], self.kept, x.size(3))
-                history = torch.cat((before[:, :, self.sinks :], x), 2)
-                parts.insert(0, history[:, :, full:][:, :, : self.kept - self.sinks])
-                if self.sinks:
-                    last = torch.tensor([number], device=x.device)
-                    sinks = self._first_tokens(x, before, last, sight.ages[:, -1:])
-                    parts.insert(0, sinks.squeeze(1))
-            # A copy: a view would keep the whole sequence in the state.
-            kept.append(torch.cat(parts, 2))
-        count, first = kept[0].size(2), self.sinks
-        keys = rotate(kept[0], (rope[0][:count], rope[1][:count]))
-        if first and sight is not None and earlier is not None:
+        number, sinks = k.size(2) // self.segment_length, self.sinks
+        # A copy: a view would keep the whole sequence in the state.
+        keys, values = (x[:, :, number * self.segment_length :].clone() for x in (k, v))
+        if sight is not None:
+            cut_keys, cut_values = (segmented(x, self.segment_length) for x in (k, v))
+            known, age = earlier or self._nothing(cut_keys), sight.ages[:, -1:]
+            older_keys = self._older(cut_keys, known.keys, age, number).squeeze(1)
+            older_values = self._older(cut_values, known.values, age, number).squeeze(1)
+            keys, values = torch.cat((older_keys, keys), 2), torch.cat((older_values, values), 2)
+        keys = rotate(keys, (rope[0][: keys.size(2)], rope[1][: keys.size(2)]))
+        if sinks and sight is not None and earlier is not None:
             # To be turned back and forth in every pass would wear them down in 16 bits.
-            are_old = (sight.ages[:, -1] > number)[:, None, None, None]
-            sinks = torch.where(are_old, earlier.rotated[:, :, :first], keys[:, :, :first])
-            keys = torch.cat((sinks, keys[:, :, first:]), 2)
-        return keys, kept[1]
+            are_old = (sight.ages[:, -1] > number).view(-1, 1, 1, 1)
+            first = torch.where(are_old, earlier.rotated[:, :, :sinks], keys[:, :, :sinks])
+            keys = torch.cat((first, keys[:, :, sinks:]), 2)
+        return keys, values
 
     def earlier(self, keys: Tensor, values: Tensor, rope: Rope) -> Earlier | None:
         """What a pass sees of a state's keys and values; None if that is nothing."""
@@ -281,14 +268,14 @@ class Window(NamedTuple):
         """
         k, length, kept = self.sinks, self.segment_length, self.kept
 
-        def step(x: Tensor, turn: bool) -> Tensor:
+        def step(x: Tensor, *, turns: bool) -> Tensor:
             sinks, earlier = x[:, :, kept : kept + k], x[:, :, k + length : kept + length]
-            if turn and k:
+            if turns and k:  # to the first positions in sight
                 sinks = rotate(sinks, (rope[0][0], rope[1][0]))
-            if turn and self.segments:
+            if turns and self.segments:  # back by L
                 earlier = rotate(earlier, (rope[0][kept - length], rope[1][kept - length]))
             sinks = torch.where(is_first.view(-1, 1, 1, 1), sinks, x[:, :, :k])
             moved = torch.cat((sinks, earlier, x[:, :, kept:]), 2)
             return torch.where(completes.view(-1, 1, 1, 1), moved, x)
 
-        return (step(keys, turn=True), step(values, turn=False)) if kept else (keys, values)
+        return (step(keys, turns=True), step(values, turns=False)) if kept else (keys, values)

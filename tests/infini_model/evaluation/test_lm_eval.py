@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import re
-import shutil
 import socket
 import sys
 
@@ -26,7 +25,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.harness import HarnessModel, read_settings
-from infini_model.evaluation.statistics import wilson
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.generate import PREFILL_TOKENS, Sampling, generate
 from infini_model.model.llama import InfiniLlama
@@ -317,29 +315,28 @@ def evaluated(made, *tasks, seed=0, **changes):
     return made.evaluated(**{"evaluation.tasks": ["lm_eval"], "run.seed": seed} | names)
 
 
-def test_every_figure_has_its_interval_in_the_report(made):
+def test_the_report_has_the_metrics_and_errors_of_the_harness(made):
     result, seen = evaluated(made, "choice", "rolling", "writing")
     assert seen[-1] == (21, 21)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    found = result.tasks["lm_eval"]
-    assert set(found.intervals) == set(found.metrics)
-    for name, (low, high) in found.intervals.items():
-        assert low <= found.metrics[name] <= high
-        assert low < high
-    share = found.metrics["evaluation/choice_acc"]
-    assert (share, *found.intervals["evaluation/choice_acc"]) == wilson(round(7 * share), 7)
-    report = result.report.read_text()
-    rows = re.findall(r"^\| (choice|rolling|writing) \| (\w+) \|", report, re.MULTILINE)
-    assert {f"evaluation/{task}_{metric}" for task, metric in rows} == set(found.metrics)
-    assert len(found.summary) == 3
+    found = result.tasks["lm_eval"].metrics
+    share, report = found["evaluation/choice_acc"], result.report.read_text()
+    # The harness's error of a mean is that of a sample.
+    error = found["evaluation/choice_acc_stderr"]
+    assert error == pytest.approx((share * (1 - share) / 6) ** 0.5)
+    assert re.search(rf"\| *acc *\|↑ +\|{share:.4f} *\|± +\| *{error:.4f}\|", report)
+    assert f"| `choice_acc` | {share:.4f} |" in report
+    # It knows none of a perplexity of bytes.
+    named = ("rolling_byte_perplexity", "rolling_bits_per_byte", "writing_exact_match")
+    assert {f"evaluation/{each}" for each in named} < set(found)
+    assert "evaluation/rolling_byte_perplexity_stderr" not in found
 
 
 def test_a_group_reports_itself_and_its_tasks(made):
     result, _ = evaluated(made, "every")
     assert result.metrics["evaluation/every_acc"] == result.metrics["evaluation/choice_acc"]
     assert "evaluation/writing_exact_match" in result.metrics
-    (sentence,) = result.tasks["lm_eval"].summary
-    assert sentence.startswith("`every` of the lm-evaluation-harness: acc is")
+    assert "Documents scored: 7 of 7 (choice), 7 of 7 (writing)." in result.report.read_text()
 
 
 def test_examples_limits_and_seeds_change_what_is_asked(made):
@@ -348,44 +345,18 @@ def test_examples_limits_and_seeds_change_what_is_asked(made):
     write_task(folder, "none", CHOICE | {"fewshot_split": "test", "num_fewshot": 0})
     results = []
     for seed in (0, 0, 1):
-        shutil.rmtree(made.run_dir / "evaluation", ignore_errors=True)  # what is kept
         result, seen = evaluated(made, "shots", "none", num_fewshot=2, limit=4, seed=seed)
         results.append(result.metrics)
-    rows = result.tasks["lm_eval"].details["measured"]
-    assert {(row["task"], row["shots"]) for row in rows} == {("shots", 2), ("none", 0)}
-    assert {row["documents"] for row in rows} == {4}
+    section = result.tasks["lm_eval"].section
+    assert re.findall(r"^\|(shots|none) *\|[^|]*\|[^|]*\| *(\d)\|", section, re.MULTILINE) == [
+        ("shots", "2"),
+        ("none", "0"),
+    ]
+    assert "4 of 7 (shots)" in section
     assert seen[-1] == (8, 8)
     assert results[0] == results[1]
     name = "evaluation/shots_perplexity"
     assert results[2][name] != results[0][name]
-
-
-def test_a_task_is_measured_once_unless_its_documents_change(made, monkeypatch):
-    for name in ("first", "second"):
-        write_task(made.root / "harness", name, CHOICE)
-    calls, forward = [], InfiniLlama.extend
-
-    def counted(*arguments):
-        calls.append(1)
-        return forward(*arguments)
-
-    def cut_off():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(InfiniLlama, "extend", counted)
-    evaluated(made, "first")
-    assert len(calls) == 7  # 21 requests in batches of 3
-    # Cut off in the second task, it goes on there.
-    monkeypatch.setattr(InfiniLlama, "extend", lambda *arguments: cut_off())
-    with pytest.raises(KeyboardInterrupt):
-        evaluated(made, "first", "second")
-    monkeypatch.setattr(InfiniLlama, "extend", counted)
-    result, seen = evaluated(made, "first", "second")
-    assert (len(calls), seen[-1]) == (14, (14, 14))
-    assert result.metrics["evaluation/first_acc"] == result.metrics["evaluation/second_acc"]
-    write_task(made.root / "harness", "first", CHOICE, DOCUMENTS[:3])
-    evaluated(made, "first", "second")
-    assert len(calls) == 14 + 3
 
 
 def test_mistakes_are_one_line(made, monkeypatch):

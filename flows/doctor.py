@@ -25,7 +25,7 @@ from infini_model.runtime.machine import (
     c_compiler,
     lacking_on_gpu,
 )
-from infini_model.training.launch.devices import find_driver, list_gpus, nvml_error, torch_cuda
+from infini_model.training.launch.devices import find_driver, list_gpus, torch_cuda
 from infini_model.training.memory_estimate import Machine, Need, advice
 from infini_model.training.model_shape import UnknownShapeError, known_shape
 
@@ -64,14 +64,12 @@ def _devices() -> Iterator[Finding]:
     try:
         gpus = list_gpus()
     except DeviceError as error:
-        yield Finding("GPU", str(error), "unset CUDA_VISIBLE_DEVICES, or list GPUs that exist")
+        remedy = "make nvidia-smi work; CUDA_VISIBLE_DEVICES may only list GPUs that it shows"
+        yield Finding("GPU", str(error), remedy)
         return
     for gpu in gpus:
         memory = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
         yield Finding(f"GPU {gpu.identifier}", f"{gpu.name}, {memory}, {gpu.busy_percent}% busy")
-    if (failure := nvml_error()) is not None:
-        remedy = "nvidia-smi should work: in a container allow the driver capability utility, "
-        yield Finding("NVML", failure, remedy + "otherwise restart after an update of the driver")
     if not gpus:
         yield Finding("GPU", "none; training runs on the CPU")
         return

@@ -85,13 +85,17 @@ def test_what_builds_kernels_is_missed_before_any_work_with_the_same_remedy(
         check_training_memory(plain)
 
 
+def _refuse() -> None:
+    raise DeviceError("NVML fails")
+
+
 def test_limits_and_folders_that_are_wrong_have_a_remedy(
     monkeypatch: pytest.MonkeyPatch, config: Config, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 500))
     monkeypatch.setattr(doctor, "NEEDED_SHARED_GIB", 1 << 30)
     monkeypatch.setattr(doctor, "NEEDED_MEMORY_GIB", 1 << 30)
-    monkeypatch.setattr(doctor, "nvml_error", lambda: "Driver/library version mismatch")
+    monkeypatch.setattr(doctor, "list_gpus", _refuse)
     (tmp_path / "file").write_text("")
     broken = config.run.model_copy(update={"output_dir": tmp_path / "file"})
     found = remedies(config.model_copy(update={"run": broken}))
@@ -99,7 +103,7 @@ def test_limits_and_folders_that_are_wrong_have_a_remedy(
     assert found["memory"].startswith("close other programs")
     assert "--shm-size" in found["shared memory"]
     assert "--output-dir" in found["output folder"]
-    assert "nvidia-smi" in found["NVML"]
+    assert "nvidia-smi" in found["GPU"]
 
 
 def test_memory_is_told_with_what_would_fit(

@@ -1,7 +1,6 @@
 """The GPUs of this machine, how busy they are, and which ones `launch.gpus` means.
 
-Read from the driver through NVML, without starting CUDA; from torch, which starts it but opens no
-context, where NVML is not installed or fails, as in a container that has CUDA's libraries only.
+Read from the driver through NVML, without starting CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Gpu:
         identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
         number: Its physical number: the one in PCI order, also of the GPU that a MIG slice is on.
         name: Product name.
-        free_bytes: Free memory; all of it where NVML does not tell.
+        free_bytes: Free memory.
         total_bytes: Total memory.
         busy_percent: Recent utilization, 0 to 100.
         uuid: Identifier that is the same in every process and container, whatever is visible there.
@@ -85,17 +84,6 @@ def find_driver() -> Driver | None:
     return None
 
 
-def nvml_error() -> str | None:
-    """Why NVML does not work on a machine that has CUDA's driver; None if it does, or has none."""
-    import pynvml
-
-    try:
-        with _nvml():
-            return None
-    except pynvml.NVMLError as error:
-        return str(error) if _has_cuda() else None
-
-
 def _visible() -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list; None if it is not set, so that all GPUs are visible."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -104,25 +92,6 @@ def _visible() -> list[str] | None:
     identifiers = [part.strip() for part in value.split(",") if part.strip()]
     # As in CUDA: the first invalid entry, by convention -1, hides itself and all that follow.
     return identifiers[: identifiers.index("-1")] if "-1" in identifiers else identifiers
-
-
-def _has_cuda() -> bool:
-    """Whether CUDA's driver library can be loaded."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def _list_with_nvml(visible: list[str] | None) -> list[Gpu]:
-    import pynvml
-
-    with _nvml():
-        count = pynvml.nvmlDeviceGetCount()
-        if visible is None:
-            visible = [name for number in range(count) for name in _identifiers(number)]
-        return [_query_nvml(identifier, count) for identifier in visible]
 
 
 def _identifiers(number: int) -> list[str]:
@@ -190,41 +159,43 @@ def _query_nvml(identifier: str, count: int) -> Gpu:
     return Gpu(identifier, number, str(name), free, total, busy, str(uuid), capability)
 
 
-def _list_with_torch(visible: list[str] | None) -> list[Gpu]:
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        identifier = str(index) if visible is None else visible[index]
-        number = int(identifier) if identifier.isdecimal() else index
-        # What is free is known in a context only, which takes memory as long as this process lives.
-        about = torch.cuda.get_device_properties(index)
-        total = int(about.total_memory)
-        uuid, capability = f"GPU-{about.uuid}", (about.major, about.minor)
-        found.append(Gpu(identifier, number, about.name, total, total, 0, uuid, capability))
-    return found
-
-
 def list_gpus() -> list[Gpu]:
-    """The GPUs that are visible under CUDA_VISIBLE_DEVICES, in its order.
+    """The GPUs that are visible under CUDA_VISIBLE_DEVICES, in its order; none without a driver.
 
-    Raises `DeviceError` if that variable names a GPU that does not exist.
+    Raises `DeviceError` if that variable names a GPU that does not exist, or NVML fails on a
+    machine on which CUDA works.
     """
     visible = _visible()
     if visible == []:
         return []
     try:
         import pynvml
-    except ImportError:
-        return _list_with_torch(visible)
+    except ImportError as error:
+        return _none_found(error)
     try:
-        return _list_with_nvml(visible)
+        with _nvml():
+            count = pynvml.nvmlDeviceGetCount()
+            if visible is None:
+                visible = [name for number in range(count) for name in _identifiers(number)]
+            return [_query_nvml(identifier, count) for identifier in visible]
     except pynvml.NVMLError as error:
-        if not _has_cuda():
-            return []
-        found = _list_with_torch(visible)
-        _warn_once(f"NVML fails ({error}): torch finds {len(found)} GPUs; see infini doctor")
-        return found
+        return _none_found(error)
+
+
+def _none_found(error: Exception) -> list[Gpu]:
+    """No GPUs, where NVML fails and CUDA has none either. Raises `DeviceError` if it has some."""
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuInit(0)
+    except OSError:
+        return []
+    if status == 0:
+        raise DeviceError(
+            f"CUDA works, but NVML, which lists the GPUs, fails ({error}): make nvidia-smi work "
+            "(a container needs the driver capability utility), pip install nvidia-ml-py, or set "
+            "launch.gpus=cpu"
+        ) from error
+    _warn_once(f"no GPU is used: NVML fails ({error}), and so does CUDA (error {status})")
+    return []
 
 
 def torch_cuda() -> tuple[int, int] | None:

@@ -4,7 +4,9 @@ A driver of two GPUs stands in for NVML.
 """
 
 import contextlib
+import ctypes
 import os
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -123,18 +125,32 @@ def test_the_gpu_of_a_rank_is_named_by_the_launcher_or_else_the_visible_ones_cou
     assert "2 GPUs are not used: the installed torch was built without CUDA" in caplog.text
 
 
-def test_without_nvml_torch_names_the_gpus_and_opens_no_context(driver, monkeypatch, caplog):
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_without_nvml_there_are_no_gpus_unless_cuda_works(
+    driver, monkeypatch, caplog, is_installed
+):
     def fail():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
 
-    about = SimpleNamespace(uuid="1", name="NVIDIA H100", total_memory=9 << 30, major=9, minor=0)
+    def absent(name):
+        raise OSError(name)
+
+    def library(status):
+        return lambda name: SimpleNamespace(cuInit=lambda flags: status)
+
     monkeypatch.setattr(pynvml, "nvmlInit", fail)
-    monkeypatch.setattr(devices, "_has_cuda", lambda: True)
-    # All that the CPU's torch does not refuse, such as what asks for free memory in a context.
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: about)
-    assert list_gpus() == [Gpu("0", 0, about.name, 9 << 30, 9 << 30, 0, "GPU-1", (9, 0))]
-    assert "NVML fails" in caplog.text
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert choose_gpus("auto") == []
+    assert not caplog.records
+    monkeypatch.setattr(ctypes, "CDLL", library(100))
+    assert choose_gpus("auto") == []
+    assert "and so does CUDA (error 100)" in caplog.text
+    monkeypatch.setattr(ctypes, "CDLL", library(0))
+    with pytest.raises(DeviceError, match=r"CUDA works, but NVML.* fails \(.*\).*gpus=cpu$"):
+        choose_gpus("auto")
+    assert choose_gpus("cpu") == []
 
 
 class WaitedError(Exception):

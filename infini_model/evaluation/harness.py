@@ -8,7 +8,7 @@ depends on its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,21 +55,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     """A causal model as the harness sees it, which splits texts as it does for any model."""
 
     def __init__(
-        self,
-        model: InfiniLlama,
-        tokenizer: Tokenizer,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        on_share: Callable[[float], None] = lambda share: None,  # noqa: ARG005
+        self, model: InfiniLlama, tokenizer: Tokenizer, *, batch_size: int, seed: int = 0
     ) -> None:
-        """Log-likelihoods and texts are of the model's precision; `seed` is that of the sampling.
-
-        `on_share` is called after each batch with the share of the requests that are answered.
-        """
+        """Answer in the model's precision; `seed` is that of the sampling."""
         super().__init__()
         self._model, self._text = model, tokenizer
-        self._batch_size, self._seed, self._on_share = batch_size, seed, on_share
+        self._batch_size, self._seed = batch_size, seed
 
     @property
     def eot_token_id(self) -> int:
@@ -116,7 +107,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             for number, total, greedy in zip(numbers, *self._score_batch(*read), strict=True):
                 before, was_greedy = found[number]
                 found[number] = (before + total, was_greedy and greedy)
-            self._on_share((first + len(batch)) / len(windows))
         return found
 
     def _windows(
@@ -187,7 +177,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         for batch in order.get_batched(n=self._batch_size):
             numbers, prompts = zip(*(each[:2] for each in batch), strict=True)
             texts += self._continue(prompts, numbers, *batch[0][2:])
-            self._on_share(len(texts) / len(asked))
         ordered: list[str] = order.get_original(texts)
         return ordered
 

@@ -66,8 +66,10 @@ class LmEval(EvaluationTask):
         """Run one task of the harness after another."""
         self.check(context)
         metrics, sections = dict[str, float](), []
+        limit = context.config.evaluation.lm_eval.limit
         for name, loaded in self._loaded.items():
             results = _measure(loaded, name, context)
+            context.on_windows(_documents(loaded, limit))
             for task, found in results["results"].items():
                 metrics |= {
                     # The harness calls them `acc,none` and `acc_stderr,none`, after its filter.
@@ -131,21 +133,11 @@ def _measure(loaded: dict[str, Any], name: str, context: EvalContext) -> dict[st
     from infini_model.evaluation.harness import HarnessModel
 
     limit, seed = context.config.evaluation.lm_eval.limit, context.config.run.seed
-    documents, reported = _documents(loaded, limit), 0
-
-    def report(share: float) -> None:
-        nonlocal reported
-        # A task with requests of two kinds goes through its documents twice.
-        done = max(reported, int(share * documents))
-        context.on_windows(done - reported)
-        reported = done
-
     model = HarnessModel(
         context.model,
         load_dataset_tokenizer(context.dataset_dir),
         batch_size=context.config.evaluation.batch_size,
         seed=seed,
-        on_share=report,
     )
     # It would fork, which PyTorch's threads do not survive.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")

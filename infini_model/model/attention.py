@@ -94,11 +94,8 @@ def infini_attention(
     keys = k if memory_keys is None else memory_keys
     written = v if memory_values is None else memory_values
     reading = q if memory_queries is None else memory_queries
-    _check_qkv(q, k, v, segment_length)
-    if update not in RULES:
-        raise ValueError(f"update: expected one of {', '.join(RULES)}, got {update!r}")
     window = Window(segment_length, window_segments, window_sinks, causal, backend)
-    _check_window(window, rope, q)
+    _check_window(q, k, v, window, rope)
     own = (keys, written, reading, memory_gates)
     _check_memory(q, k, gate, segment_length, memory, update, document_starts, *own)
     rule, rows, tokens = RULES[update], keys.size(0), q.size(2)
@@ -127,33 +124,29 @@ def _expect(
         raise TypeError(f"{name}: expected dtype {dtype}, got {x.dtype}")
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, segment_length: int) -> None:
+def _check_window(q: Tensor, k: Tensor, v: Tensor, window: Window, rope: Rope | None) -> None:
+    """Raise on the first argument of the window that does not fit."""
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions [B, heads, T, D], got {list(x.shape)}")
     if not q.is_floating_point():
         raise TypeError(f"q: expected a floating-point dtype, got {q.dtype}")
-    batch, heads, tokens, head_dim = q.shape
+    (batch, heads, tokens, head_dim), kv_heads = q.shape, k.size(1)
     if tokens < 1:
         raise ValueError("q: expected at least 1 token, got 0")
-    kv_heads = k.size(1)
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
     for name, x in (("k", k), ("v", v)):
         _expect(name, x, (batch, kv_heads, tokens, head_dim), q, q.dtype)
-    if segment_length < 1:
-        raise ValueError(f"segment_length: expected at least 1, got {segment_length}")
-
-
-def _check_window(window: Window, rope: Rope | None, q: Tensor) -> None:
     length, segments, sinks = window[:3]
+    if length < 1:
+        raise ValueError(f"segment_length: expected at least 1, got {length}")
     if segments < 0:
         raise ValueError(f"window_segments: expected at least 0, got {segments}")
     if not 0 <= sinks <= length:
         raise ValueError(f"window_sinks: expected 0 to segment_length {length}, got {sinks}")
-    if rope is not None:
-        for name, table in zip(("rope cos", "rope sin"), rope, strict=True):
-            _expect(name, table, (window.kept + length, q.size(3)), q)
+    for name, table in zip(("rope cos", "rope sin"), rope or (), strict=rope is not None):
+        _expect(name, table, (window.kept + length, head_dim), q)
 
 
 def _check_memory(
@@ -170,6 +163,8 @@ def _check_memory(
     gates: Tensor | None,
 ) -> None:
     """Raise on the first argument of the memory that does not fit `q`, `k` or another one."""
+    if update not in RULES:
+        raise ValueError(f"update: expected one of {', '.join(RULES)}, got {update!r}")
     rows, (_, heads, tokens, head_dim) = len(keys), k.shape
     if rows < 1 or len(q) % rows:
         raise ValueError(
@@ -186,7 +181,7 @@ def _check_memory(
         ("memory_keys", keys, written, q.dtype),
         ("memory_values", values, written, q.dtype),
         ("memory_queries", queries, tuple(q.shape), q.dtype),
-        ("gate", gate, rule.weight_shape(q.size(1), head_dim), None),
+        ("gate", gate, (q.size(1), head_dim)[: rule.weight_dims], None),
         ("memory.kv", kv, (rows, heads, features, head_dim), exact),
         ("memory.norm", norm, (rows, heads, head_dim), exact),
         ("document_starts", document_starts, (rows, -(-tokens // segment_length)), torch.bool),

@@ -42,14 +42,6 @@ class ModelOutput(NamedTuple):
     state: State
 
 
-class GateStatistics(NamedTuple):
-    """How much is read from the memory, `Rule.strength`, over the heads of one layer."""
-
-    mean: float
-    minimum: float
-    maximum: float
-
-
 class InfiniLlama(nn.Module):
     """A Llama with Infini-attention (arXiv 2404.07143).
 
@@ -319,21 +311,13 @@ class InfiniLlama(nn.Module):
         """The attention of each layer."""
         return [cast("Attention", layer.get_submodule("self_attn")) for layer in self.model.layers]
 
-    def gate_statistics(
-        self, gather: Callable[[Tensor], Tensor] = Tensor.detach
-    ) -> list[GateStatistics]:
-        """How much of the memory each layer reads; empty for a model without memory.
+    def read_strengths(self, gather: Callable[[Tensor], Tensor] = Tensor.detach) -> list[Tensor]:
+        """`Rule.strength` of each layer that has a memory, [H] each.
 
         `gather` assembles a weight that is sharded over processes.
         """
-        statistics = []
-        for rule in (attention.memory for attention in self.attentions):
-            if rule is not None:
-                heads = rule.strength(gather(rule.weight.detach()))
-                statistics.append(
-                    GateStatistics(heads.mean().item(), heads.min().item(), heads.max().item())
-                )
-        return statistics
+        rules = (attention.memory for attention in self.attentions)
+        return [rule.strength(gather(rule.weight.detach())) for rule in rules if rule is not None]
 
     @classmethod
     def from_pretrained(

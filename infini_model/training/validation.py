@@ -156,11 +156,11 @@ class MemoryReports(Callback):
         if evaluation.split != "validation" or self._rule is None:
             return {}
         found = dict[str, float]()
-        for layer, gate in enumerate(setup.model.gate_statistics(full_tensor)):
+        for layer, heads in enumerate(setup.model.read_strengths(full_tensor)):
             prefix = f"memory/layer_{layer}/{self._rule.weight_kind}"
-            found[f"{prefix}_mean"] = gate.mean
-            found[f"{prefix}_min"] = gate.minimum
-            found[f"{prefix}_max"] = gate.maximum
+            found[f"{prefix}_mean"] = heads.mean().item()
+            found[f"{prefix}_min"] = heads.min().item()
+            found[f"{prefix}_max"] = heads.max().item()
         is_long = self._config.packing.context_length > model.segment_length
         if is_long and (probe := probe_memory(setup, evaluation.split)) is not None:
             found["memory/probe_loss"] = probe.loss

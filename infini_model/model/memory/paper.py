@@ -65,11 +65,6 @@ class Linear(Rule):
         return math.log(strength / (1.0 - strength)) - config.gate_start
 
     @classmethod
-    def weight_shape(cls, heads: int, head_dim: int) -> tuple[int, ...]:  # noqa: ARG003
-        """A gate for each head."""
-        return (heads,)
-
-    @classmethod
     def states(
         cls,
         keys: Tensor,

@@ -38,7 +38,7 @@ class Residual(Rule):
     """A memory whose read is added to the local attention, by a weight that starts at 0."""
 
     parameter_names = ("memory_weight", "memory_write_gate", "memory_forget_gate")
-    weight_kind = "weight"
+    weight_kind, weight_dims = "weight", 2
     features = 2
     is_gated = True
     pretrained_shift = 0.5
@@ -65,11 +65,6 @@ class Residual(Rule):
     def moved(strength: float, config: ModelConfig) -> float:  # noqa: ARG004
         """w starts at 0."""
         return strength
-
-    @classmethod
-    def weight_shape(cls, heads: int, head_dim: int) -> tuple[int, ...]:
-        """A weight for each number of a head."""
-        return heads, head_dim
 
     def token_gates(self, x: Tensor) -> Tensor:
         """β = sigmoid(W x + 2.2) and g = −softplus(W' x − 9) of `x` [B, T, hidden].

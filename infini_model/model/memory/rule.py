@@ -92,6 +92,7 @@ class Rule(nn.Module):
     Attributes:
         parameter_names: The rule's own parameters; the first weighs what is read.
         weight_kind: What the first is called in metrics.
+        weight_dims: 1 if it is [H], 2 if it is [H, D].
         features: Width of a key's features, in widths of a head.
         is_normalised: Whether the memory has a `norm`.
         is_gated: Whether each token has gates.
@@ -102,6 +103,7 @@ class Rule(nn.Module):
 
     parameter_names: ClassVar[tuple[str, ...]]
     weight_kind: ClassVar[str]
+    weight_dims: ClassVar[int] = 1
     features: ClassVar[int] = 1
     is_normalised: ClassVar[bool] = False
     is_gated: ClassVar[bool] = False
@@ -140,11 +142,6 @@ class Rule(nn.Module):
     @staticmethod
     def moved(strength: float, config: ModelConfig) -> float:
         """How far a parameter of this `strength` has moved from where it starts."""
-        raise NotImplementedError
-
-    @classmethod
-    def weight_shape(cls, heads: int, head_dim: int) -> tuple[int, ...]:
-        """The shape of the parameter that weighs what is read."""
         raise NotImplementedError
 
     def token_gates(self, x: Tensor) -> Tensor | None:  # noqa: ARG002 - for rules that have some

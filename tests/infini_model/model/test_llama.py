@@ -43,13 +43,14 @@ def rounding(window):
 
 def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
     model = InfiniLlama(tiny_config(memory="linear", gate_start=0.0))
-    assert model.gate_statistics() == [(0.5, 0.5, 0.5)] * 2
+    assert [heads.tolist() for heads in model.read_strengths()] == [[0.5] * 4] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory.memory_key_shift").tolist() == [
         0.5,
         0.5,
     ]
-    assert InfiniLlama(tiny_config(memory="none")).gate_statistics() == []
-    assert InfiniLlama(tiny_config(memory="residual")).gate_statistics() == [(0.0, 0.0, 0.0)] * 2
+    assert InfiniLlama(tiny_config(memory="none")).read_strengths() == []
+    strengths = InfiniLlama(tiny_config(memory="residual")).read_strengths()
+    assert [heads.tolist() for heads in strengths] == [[0.0] * 4] * 2
 
 
 def test_in_bf16_the_loss_is_close_and_the_memory_in_float32():

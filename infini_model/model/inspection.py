@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infini_model.config import Config
+from infini_model.model.memory import RULES
 
 # A gate that moved less, before the sigmoid, or a weight of a residual memory has not learned.
 UNMOVED = 0.01
@@ -38,11 +39,11 @@ def hurts(gain: float, error: float) -> str | None:
 
 
 def unmoved(changes: Sequence[float], steps: int, config: Config) -> str | None:
-    """Of the gates, or the weights of a residual memory, that changed so much in `steps` steps."""
+    """Of gates, or of weights that begin at 0, that changed so much in `steps` steps."""
     if any(abs(change) >= UNMOVED for change in changes):
         return None
     still = f"All gates are still at model.gate_start={config.model.gate_start:g}"
-    if config.model.memory == "residual":
+    if RULES[config.model.memory].weight_kind == "weight":
         still = "The memory's weights are still at 0"
     remedy = "Raise training.gate_learning_rate."
     if config.packing.context_length <= config.model.segment_length:

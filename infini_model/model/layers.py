@@ -225,20 +225,10 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.window = Window(
-            config.segment_length,
-            config.window_segments,
-            config.window_sinks,
-            not config.bidirectional,
-            backend,
-        )
-        cos, sin = rope_tables(
-            config.segment_length,
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            before=self.window.kept,
-        )
+        sizes = config.segment_length, config.window_segments, config.window_sinks
+        self.window = Window(*sizes, causal=not config.bidirectional, backend=backend)
+        shape = config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
+        cos, sin = rope_tables(*shape, before=self.window.kept)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.gradient_checkpointing = False

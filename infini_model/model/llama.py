@@ -1,9 +1,10 @@
 """Infini-Llama: a Llama whose attention carries a compressive memory.
 
 Parameters are named as in Hugging Face's Llama; each attention adds those of the rule of its memory
-(`infini_model.model.memory`). As far as its window reaches the model is exactly Llama. With
-`bidirectional` each position sees its whole segment: without a past it is LLaDA (arXiv 2502.09992),
-with one it is a model of block diffusion (arXiv 2503.09573) whose past is memory and window.
+(`infini_model.model.memory`). While nothing is read from that, the model is exactly Llama as far as
+its window reaches. With `bidirectional` each position sees its whole segment: without a past it is
+LLaDA (arXiv 2502.09992), with one it is a model of block diffusion (arXiv 2503.09573) whose past is
+memory and window.
 """
 
 from __future__ import annotations

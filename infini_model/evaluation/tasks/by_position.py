@@ -105,12 +105,10 @@ class LossByPosition(EvaluationTask):
 
 def parts_of(context: EvalContext) -> tuple[Part, ...]:
     """The parts of the model's attention beside a token's own segment."""
-    shape, parts = context.model.config, list[Part]()
-    if shape.memory != "none":
-        parts.append("memory")
-    if shape.window_segments or shape.window_sinks:
-        parts.append("window")
-    return tuple(parts)
+    shape = context.model.config
+    has: dict[Part, bool] = {"memory": shape.memory != "none"}
+    has["window"] = shape.window_segments + shape.window_sinks > 0
+    return tuple(part for part, is_there in has.items() if is_there)
 
 
 def _label(part: Part) -> str:

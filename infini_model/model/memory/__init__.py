@@ -9,15 +9,7 @@ from infini_model.model.memory.paper import Delta, Linear
 from infini_model.model.memory.residual import Residual
 from infini_model.model.memory.rule import SHIFTS, Memory, Rule, RuleState
 
-__all__ = [
-    "MEMORY_PARAMETERS",
-    "RULES",
-    "Memory",
-    "Rule",
-    "RuleState",
-    "file_name",
-    "make_rule",
-]
+__all__ = ["MEMORY_PARAMETERS", "RULES", "Memory", "Rule", "RuleState", "file_name", "make_rule"]
 
 RULES: dict[str, type[Rule]] = {"linear": Linear, "delta": Delta, "residual": Residual}
 

@@ -213,9 +213,8 @@ class Rule(nn.Module):
             [n · B, S, H, L, D], and the state after the pass.
         """
         q, k, queries, keys, gates = inputs
-        memory = None if state is None else state.memory
-        if memory is None:
-            memory = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
+        empty = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
+        memory = empty if state is None else state.memory
         number = k.size(2) // self.segment_length
         out, after = self.over_segments(
             *(queries, local, self.weight, keys, values, gates, memory, starts), full=number

@@ -1,8 +1,8 @@
 """Forward and backward of `infini_attention` and its layer, compared with other attention.
 
-Attention only, without projections and rotary embedding: `infini` (linear rule), `delta` (delta
-rule), `local only` (PyTorch's causal attention within each segment, the lower bound on cost) and
-`full causal` (PyTorch's causal attention over the whole sequence, quadratic in its length).
+Attention only, without projections and rotary embedding: `infini` (residual memory), `local only`
+(PyTorch's causal attention within each segment, the lower bound on cost) and `full causal`
+(PyTorch's causal attention over the whole sequence, quadratic in its length).
 
 Whole layers, with norm, projections and rotary embedding: `layer` is this model's, with the key
 shift; `peer layer` is that of `infini-transformer-pytorch`, called in a loop over segments. It
@@ -26,6 +26,7 @@ from infini_model.config import ModelConfig
 from infini_model.model.attention import infini_attention
 from infini_model.model.layers import Attention, LayerContext
 from infini_model.model.rotary import rope_tables
+from infini_model.model.window import Window
 
 try:
     from infini_transformer_pytorch.infini_transformer import (  # type: ignore[import-untyped]
@@ -36,10 +37,10 @@ except ImportError:
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-OURS, DELTA, LOCAL, FULL = "infini", "delta", "local only", "full causal"
+OURS, LOCAL, FULL = "infini", "local only", "full causal"
 LAYER, PEER = "layer", "peer layer"
 # Pairs whose speed ratio is reported.
-COMPARED = ((OURS, LOCAL), (OURS, FULL), (DELTA, LOCAL), (LAYER, PEER))
+COMPARED = ((OURS, LOCAL), (OURS, FULL), (LAYER, PEER))
 # The length whose ratios are reported, if it is measured, and their minimum targets.
 REPORTED_LENGTH = 32_768 if CUDA else 16_384
 TARGETS = (
@@ -87,15 +88,12 @@ def attentions(length: int, options: argparse.Namespace) -> Works:
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, **place).requires_grad_() for _ in range(3))
     gradient = torch.randn(shape, **place)
-    gate = torch.zeros(options.heads, device=DEVICE, requires_grad=True)
+    weight = torch.ones(options.heads, options.head_dim, device=DEVICE, requires_grad=True)
+    rule: dict[str, Any] = {"update": "residual", "segment_length": options.segment}
 
     def infini() -> None:
-        out, _ = infini_attention(q, k, v, gate, segment_length=options.segment)
-        torch.autograd.grad(out, (q, k, v, gate), gradient)
-
-    def delta() -> None:
-        out, _ = infini_attention(q, k, v, gate, segment_length=options.segment, update="delta")
-        torch.autograd.grad(out, (q, k, v, gate), gradient)
+        out, _ = infini_attention(q, k, v, weight, **rule)
+        torch.autograd.grad(out, (q, k, v, weight), gradient)
 
     def local_only() -> None:
         out = scaled_dot_product_attention(segments(q), segments(k), segments(v), is_causal=True)
@@ -108,7 +106,7 @@ def attentions(length: int, options: argparse.Namespace) -> Works:
     def segments(x: Tensor) -> Tensor:
         return x.reshape(options.heads, -1, options.segment, options.head_dim)
 
-    works: Works = {OURS: infini, DELTA: delta, LOCAL: local_only}
+    works: Works = {OURS: infini, LOCAL: local_only}
     return works | ({FULL: full_causal} if length <= options.full_limit else {})
 
 
@@ -121,14 +119,16 @@ def layers(length: int, options: argparse.Namespace) -> Works:
     config = ModelConfig(
         hidden_size=width, num_attention_heads=options.heads, segment_length=options.segment
     )
-    norm, attention = nn.RMSNorm(width).to(DEVICE), Attention(config, "auto").to(DEVICE)
+    norm, attention = nn.RMSNorm(width).to(DEVICE), Attention(config).to(DEVICE)
     cos, sin = (
         table.to(DEVICE)
         for table in rope_tables(options.segment, options.head_dim, config.rope_theta)
     )
 
+    context = LayerContext(Window(options.segment), (cos, sin), keep_state=False)
+
     def layer() -> Tensor:
-        out: Tensor = attention(norm(x), LayerContext((cos, sin)), None)[0]
+        out: Tensor = attention(norm(x), context, None)[0]
         return out
 
     works: Works = {LAYER: trained(layer, x, gradient, norm, attention)}
@@ -180,7 +180,7 @@ def compare(
         if all(name in seconds for name in pair)
     }
     row: dict[str, Cell] = {"tokens": length}
-    for name in (OURS, DELTA, LOCAL, FULL, LAYER, PEER):
+    for name in (OURS, LOCAL, FULL, LAYER, PEER):
         row[f"{name} ms"] = 1e3 * statistics.median(seconds[name]) if name in seconds else None
     for pair in COMPARED:
         row["speed " + " / ".join(pair)] = ratios.get(pair)

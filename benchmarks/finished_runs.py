@@ -17,6 +17,8 @@ Trial = TypeVar("Trial", bound=NamedTuple)
 class FinishedRuns(Generic[Trial]):
     """The finished runs of a file, by trial: a named tuple, whose fields are in the line.
 
+    A field that a line lacks has its default.
+
     Runs are compared only with those of the same key, which is of their common settings and data.
     """
 
@@ -32,7 +34,7 @@ class FinishedRuns(Generic[Trial]):
     def of(self, key: str) -> dict[Trial, dict[str, Any]]:
         """The results with this key."""
         return {
-            self._kind(*(line[name] for name in self._kind._fields)): line
+            self._kind(**{name: line[name] for name in self._kind._fields if name in line}): line
             for line in self._lines
             if line["key"] == key
         }

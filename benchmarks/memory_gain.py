@@ -2,12 +2,16 @@
 
 Each run trains a small model on whole documents, in windows of 32 segments of 32 tokens, and
 differs from the others in its form of attention alone (`benchmarks.memory_forms`). The controls are
-`none`, which sees one segment at a time; `window`, which sees as many tokens as make a state as
-large as the memory's; and `plain`, which sees the whole window. What counts is the loss of held-out
+`none`, which sees one segment at a time; `segment before`, which sees one more; `window`, which
+sees as many tokens as make a state as large as the memory's, and `window of 128`, as large as that
+of `residual + window`; and `plain`, which sees the whole window. `gated delta + window` is Gated
+DeltaNet beside the same window (`benchmarks.gated_delta`). What counts is the loss of held-out
 documents beyond their first 8 segments, where only a memory or a window tells what came before.
 
-The text is the standard library, each module a document; or, with --text, a file that is cut at
-blank lines into documents of 4 kB. --times 4 trains on four times the tokens.
+The corpus is `code`, the standard library, each module a document; or `text`, manuals of Debian
+packages (`benchmarks.natural_text`); or, with --text, a file that is cut at blank lines into
+documents of 4 kB. --times 4 trains on four times the tokens. --precision bf16 computes products in
+bfloat16, with torch.compile.
 
 A run takes 4 to 6 minutes on a free core at --times 1, and there are as many at once as there are
 cores. Each one that is finished is a line of --results, and is not run again; one that was
@@ -28,8 +32,9 @@ import numpy as np
 import torch
 
 from benchmarks.finished_runs import FinishedRuns
-from benchmarks.memory_forms import FORMS
+from benchmarks.memory_forms import FORMS, SEGMENT, WINDOW
 from benchmarks.memory_trial import NEAR, common_key, folder_name, train_and_score
+from benchmarks.natural_text import natural_text
 from benchmarks.report import Cell, Ratio, publish, spread
 from flows.presets import configure
 from infini_model.config import Config
@@ -45,14 +50,14 @@ SETTINGS: dict[str, Any] = {
         "tokenizer": {"spec": "train", "vocab_size": 2048},
         "splits": {"train": 0.88, "validation": 0.02, "test": 0.1},
     },
-    "packing": {"mode": "aligned", "context_length": 1024},
+    "packing": {"mode": "aligned", "context_length": WINDOW},
     "model": {
         "hidden_size": 192,
         "intermediate_size": 512,
         "num_hidden_layers": 2,
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
-        "segment_length": 32,
+        "segment_length": SEGMENT,
         "tie_word_embeddings": True,
         "initializer_range": 0.05,
     },
@@ -66,8 +71,17 @@ SETTINGS: dict[str, Any] = {
     "logging": {"eval_steps": 1_000_000},
     "evaluation": {"loss_by_position": {"max_documents": 128}},
 }
-BASE, CONTROL, MEMORY = "none", "window", "residual"
-USUAL = (BASE, CONTROL, "linear", MEMORY)
+BASE, CONTROL, MEMORY, PAIR = "none", "window", "residual", "residual + window"
+WIDE = "window of 128"
+USUAL = (
+    *(BASE, CONTROL, f"{CONTROL} without sinks", WIDE, f"{WIDE} without sinks", "plain"),
+    *(MEMORY, PAIR, "segment before", "gated delta + window"),
+)
+DRAWN = (BASE, WIDE, "plain", MEMORY, PAIR)
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"training": {"precision": "bf16"}, "launch": {"compile": True}},
+}
 
 
 class Trial(NamedTuple):
@@ -77,6 +91,7 @@ class Trial(NamedTuple):
     times: int
     form: str
     seed: int
+    precision: str = "fp32"
 
 
 def parse() -> argparse.Namespace:
@@ -89,7 +104,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(USUAL), metavar="NAME")
     parser.add_argument("--times", type=int, default=1, help=f"multiplies {STEPS:,} steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--text", type=Path, help="a text to train on, in place of code")
+    corpus = parser.add_mutually_exclusive_group()
+    corpus.add_argument("--corpus", choices=("code", "text"), default="code")
+    corpus.add_argument("--text", type=Path, help="a file to train on, in place of a corpus")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print the results, train nothing")
     parser.add_argument("--plot", type=Path, help="draw the losses by position, as PNG")
@@ -109,6 +127,8 @@ def settings(options: argparse.Namespace, trial: Trial) -> Config:
     source: dict[str, Any] = {"data": {"name": trial.corpus}}
     if options.text is not None:
         source["data"]["source"] = {"paths": [str(_blocks(options.text, options.folder))]}
+    elif options.corpus == "text":
+        source["data"]["source"] = {"paths": [str(natural_text(options.folder / "text"))]}
     return configure(
         ["quickstart"],
         overrides=[
@@ -117,6 +137,7 @@ def settings(options: argparse.Namespace, trial: Trial) -> Config:
             {"run": {"output_dir": str(options.folder), "seed": trial.seed}},
             {"training": {"max_steps": steps}, "checkpoint": {"save_steps": options.steps}},
             {"model": FORMS[trial.form].model},
+            PRECISIONS[trial.precision],
             *options.overrides,
         ],
     )
@@ -140,14 +161,18 @@ def _blocks(text: Path, folder: Path) -> Path:
 
 def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     """Train and score what is missing; returns the key of the results."""
-    corpus = "code" if options.text is None else options.text.stem
+    corpus = options.corpus if options.text is None else options.text.stem
     chosen = dict.fromkeys([BASE, *options.forms])
     # Runs to be compared are next to each other, so that an interruption leaves whole seeds.
-    trials = [Trial(corpus, options.times, form, seed) for seed in options.seeds for form in chosen]
+    trials = [
+        Trial(corpus, options.times, form, seed, options.precision)
+        for seed in options.seeds
+        for form in chosen
+    ]
     config = settings(options, Trial(corpus, 1, BASE, 0))
     manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
-    key = common_key(config, manifest.key)
+    key = common_key(config, dataset)
 
     def perform_one(trial: Trial) -> dict[str, Any]:
         run_dir = options.folder / folder_name(trial, key)
@@ -177,7 +202,7 @@ class Losses(NamedTuple):
 
 
 def losses(results: Iterable[dict[str, Any]], kind: str = "fresh") -> Losses | None:
-    """The losses of several seeds; None if the model has no memory to knock out."""
+    """The losses of several seeds; None if the model has no such part to knock out."""
     by_document = [each["documents"] for each in results]
     if kind not in by_document[0]:
         return None
@@ -189,14 +214,15 @@ def losses(results: Iterable[dict[str, Any]], kind: str = "fresh") -> Losses | N
 def tabulate(
     done: dict[Trial, dict[str, Any]], width: int
 ) -> Iterator[tuple[dict[str, Cell], Ratio | None]]:
-    """A row for each form of each corpus and length, and its ratio to none by seed."""
-    groups = dict.fromkeys((trial.corpus, trial.times, trial.form) for trial in done)
-    for corpus, times, form in sorted(groups, key=lambda each: (each[0], each[1])):
-        ours = {t.seed: done[t] for t in done if t[:3] == (corpus, times, form)}
+    """A row for each form of each corpus, length and precision, and its ratio to none by seed."""
+    groups = dict.fromkeys(trial._replace(seed=0) for trial in done)
+    for group in sorted(groups, key=lambda each: (each.corpus, each.times, each.precision)):
+        ours = {trial.seed: done[trial] for trial in done if trial._replace(seed=0) == group}
+        form, precision = group.form, "" if group.precision == "fp32" else f", {group.precision}"
 
         def paired(other: str) -> tuple[list[Any], list[Any]]:
             """The results of this form and of another with the same seeds."""
-            theirs = {seed: done.get(Trial(corpus, times, other, seed)) for seed in ours}  # noqa: B023
+            theirs = {s: done.get(group._replace(form=other, seed=s)) for s in ours}  # noqa: B023
             both = [(ours[seed], each) for seed, each in theirs.items() if each is not None]  # noqa: B023
             return [a for a, _ in both], [b for _, b in both]
 
@@ -206,21 +232,28 @@ def tabulate(
             a, b = map(losses, pair)
             return None if a is None or b is None else str(a.gain_over(b))
 
-        of_all, out = losses(ours.values()), losses(ours.values(), "knocked_out")
+        def worth(kind: str) -> str | None:
+            """How much lower the loss is than with a part knocked out."""
+            whole, out = losses(ours.values()), losses(ours.values(), kind)  # noqa: B023
+            return None if whole is None or out is None else str(whole.gain_over(out))
+
+        of_all = losses(ours.values())
         assert of_all is not None
         by_seed = [losses([each]) for each in ours.values()]
         about = FORMS[form]
-        numbers = about.state(width)
         row: dict[str, Cell] = {
-            "": f"{corpus}, {times}×, {form}",
+            "": f"{group.corpus}, {group.times}×{precision}, {form}",
             "seeds": ", ".join(map(str, ours)),
             "loss": ", ".join(f"{each.mean:.3f}" for each in by_seed if each),
             f"gain over {BASE}": gain(BASE),
             f"gain over {CONTROL}": gain(CONTROL),
-            "gain over knocked out": None if out is None else str(of_all.gain_over(out)),
+            f"gain over {PAIR}": gain(PAIR),
+            "worth of the memory": worth("knocked_out"),
+            "of the window": worth("without_window"),
             "first segment": f"{first_segment(ours.values()):.3f}",
-            "state": f"{numbers:,}",
-            "KiB": f"{numbers * (2 if about.is_window else 4) / 1024:.0f}",
+            "state": f"{about.state(width):,}",
+            "KiB": f"{about.state_bytes(width) / 1024:.0f}",
+            "parameters": next(iter(ours.values())).get("parameters"),
             "documents": len(of_all.counts),
         }
         ratios = None
@@ -237,14 +270,17 @@ def first_segment(results: Iterable[dict[str, Any]]) -> float:
 
 
 def plot(done: dict[Trial, dict[str, Any]], options: argparse.Namespace) -> None:
-    """Draw the losses of a memory and of both controls by segment, averaged over the seeds."""
+    """Draw the losses of the pair, its memory and controls by segment, averaged over the seeds."""
     curves = {}
-    for form in (BASE, CONTROL, MEMORY):
+    for form in DRAWN:
         segments = [
             result["segments"]
             for trial, result in done.items()
-            if trial[1:3] == (options.times, form)
+            if (trial.times, trial.form, trial.precision)
+            == (options.times, form, options.precision)
         ]
+        if not segments:
+            continue
         means = np.mean([np.divide(each["fresh"], each["counts"]) for each in segments], axis=0)
         curves[form] = ([*range(1, len(means) + 1)], means.tolist())
     position = f"segment of the document ({SETTINGS['model']['segment_length']} tokens each)"
@@ -252,7 +288,7 @@ def plot(done: dict[Trial, dict[str, Any]], options: argparse.Namespace) -> None
 
 
 def show(runs: FinishedRuns[Trial], keys: Sequence[str], width: int) -> bool:
-    """Print the results; returns whether every residual memory does better than none."""
+    """Print the results; returns whether residual memories, and windows with one, beat none."""
     if not keys:
         raise SystemExit("no finished runs")
     rows, ratios = [], {}
@@ -261,10 +297,11 @@ def show(runs: FinishedRuns[Trial], keys: Sequence[str], width: int) -> bool:
             rows.append(row)
             if ratio is not None:
                 ratios[str(row[""])] = ratio
-    limits = {name: 1.0 for name in ratios if name.endswith(f"×, {MEMORY}")}
+    limits = {name: 1.0 for name in ratios if name.endswith((f", {MEMORY}", f", {PAIR}"))}
     heading = (
         f"Loss in nats per token beyond the first {NEAR} segments, and as a ratio of that without "
-        "a memory; state in numbers of a head and in KiB, where a window's are of 16 bits"
+        "a memory; worth is what knocking a part out costs; state in numbers of a head and in KiB, "
+        "where a window's are of 16 bits"
     )
     publish("memory_gain", heading, rows, ratios, limits=limits)
     return all(ratios[name].median <= limit for name, limit in limits.items())

@@ -7,6 +7,7 @@ run folder that holds part of the training is continued from its newest checkpoi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -19,6 +20,8 @@ import numpy as np
 from benchmarks.memory_forms import FORMS
 from benchmarks.report import environment, run
 from infini_model.config import Config, dump_config, load_config
+from infini_model.data.loading.stream import open_split
+from infini_model.data.manifest import SPLITS
 from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.tasks.by_position import LongDocuments, find_long_documents, measure
 from infini_model.runtime.storage import content_key
@@ -26,6 +29,8 @@ from infini_model.training.__main__ import main as train
 
 # Beyond these first segments of a document only a memory, or a window, tells what came before.
 NEAR = 8
+# Names of the losses without a part of the attention.
+WITHOUT = {"memory": "knocked_out", "window": "without_window"}
 
 
 def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> dict[str, Any]:
@@ -47,13 +52,22 @@ def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> 
     }
 
 
-def common_key(config: Config, dataset: str) -> str:
-    """What compared runs have in common; settings that are added later do not change it."""
-    scored = config.evaluation.loss_by_position.model_dump(mode="json")
-    settings = config.model_dump(
-        mode="json", include={"model", "packing", "training"}, exclude_defaults=True
-    )
-    return content_key({"dataset": dataset, "near": NEAR, "scored": scored, **settings})[:12]
+def common_key(config: Config, dataset: Path) -> str:
+    """What compared runs have in common: the tokens, and what decides the weights and the scores.
+
+    Neither the dataset's key is part of it nor a setting that has its default, so that results
+    outlive refactorings.
+    """
+    tokens = hashlib.sha256()
+    for split in SPLITS:
+        stream = open_split(dataset, split)
+        tokens.update(f"{split} {stream.documents} ".encode())
+        for index in range(stream.documents):  # each ends with the token that ends documents
+            tokens.update(stream.document(index).astype(np.int64).tobytes())
+    decisive: Any = {"model": True, "packing": True, "training": True}
+    decisive["evaluation"] = {"loss_by_position"}
+    settings = config.model_dump(mode="json", include=decisive, exclude_defaults=True)
+    return content_key({"tokens": tokens.hexdigest(), "near": NEAR, **settings})[:12]
 
 
 def folder_name(trial: tuple[Any, ...], key: str) -> str:
@@ -62,16 +76,19 @@ def folder_name(trial: tuple[Any, ...], key: str) -> str:
 
 
 def score(context: EvalContext) -> dict[str, Any]:
-    """Sums of losses in nats, and counts of targets, by document and by segment.
+    """Parameters, and sums of losses in nats and counts of targets, by document and by segment.
 
-    By document they are of what lies beyond the first `NEAR` segments.
+    By document they are of what lies beyond the first `NEAR` segments. Losses are `fresh`, with all
+    parts of the attention, `knocked_out`, without the memory, and `without_window`.
     """
     documents = find_long_documents(context)
     if not isinstance(documents, LongDocuments):
         raise SystemExit(documents)
-    measured = measure(context, documents)._asdict()
-    kinds = {name: sums for name, sums in measured.items() if sums is not None}
+    measured = measure(context, documents)
+    kinds = {"counts": measured.counts, "fresh": measured.whole}
+    kinds |= {WITHOUT[part]: sums for part, sums in measured.without.items()}
     return {
+        "parameters": sum(each.numel() for each in context.model.parameters()),
         "documents": {name: _rounded(sums[:, NEAR:].sum(1)) for name, sums in kinds.items()},
         "segments": {name: _rounded(sums.sum(0)) for name, sums in kinds.items()},
     }

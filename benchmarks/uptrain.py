@@ -114,7 +114,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     config = pretrain(options)
     manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
-    key = common_key(config, manifest.key)
+    key = common_key(config, dataset)
     whole = options.folder / f"{UNCUT}-{key}"
     pretrained = options.pretraining_steps
     runs.complete(

@@ -29,6 +29,7 @@ from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.kernels.attention import can_be_compiled, resolve_backend
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
+from infini_model.model.memory import RULES
 from infini_model.training.metrics import flops_per_token, peak_flops
 from infini_model.training.optimizer import make_optimizer
 
@@ -71,7 +72,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=16 if CUDA else 1)
     parser.add_argument("--hidden-size", type=int, default=2048 if CUDA else 256)
-    parser.add_argument("--memory", choices=("linear", "delta", "residual"), default="linear")
+    parser.add_argument("--memory", choices=RULES, default="residual")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=CUDA)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--turns", type=int, default=7)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from benchmarks.gated_delta import GatedDelta
 from infini_model.config import ModelConfig
-from infini_model.model.layers import Attention, LayerContext
+from infini_model.model.layers import Attention, Decoder, LayerContext
 from infini_model.model.memory import RULES
 from infini_model.model.memory.residual import Residual
 from infini_model.model.rotary import Rope, rope_tables, rotate
@@ -162,6 +162,21 @@ def gate_at(index: int, value: float) -> Form:
     return Form({"memory": "residual"}, applied, _residual)
 
 
+@contextlib.contextmanager
+def _gated_delta() -> Iterator[None]:
+    """Gated DeltaNet as the residual memory; its loop over segments takes minutes to compile."""
+    compile_layers = Decoder.compile_layers
+    with (
+        mock.patch.dict(RULES, residual=GatedDelta),
+        mock.patch.object(
+            Decoder,
+            "compile_layers",
+            lambda self, **_: compile_layers(self, attention=False),
+        ),
+    ):
+        yield
+
+
 def _residual(width: int) -> int:
     return 2 * width * width
 
@@ -184,7 +199,7 @@ FORMS: dict[str, Form] = {
     # It takes the place of a rule that `model.memory` can name.
     "gated delta + window": Form(
         {"memory": "residual", "memory_key_shift": False, "window_segments": 1},
-        functools.partial(mock.patch.dict, RULES, residual=GatedDelta),
+        _gated_delta,
         memory=lambda width: width * width,
         older=SEGMENT,
     ),

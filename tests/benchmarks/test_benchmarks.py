@@ -28,7 +28,7 @@ TINY = {
     "incremental": "--files 3 --megabytes 0.2 --small-files 10 --turns 1",
     "loader": "--megabytes 1 --seconds 0.01 --turns 1",
     "memory_estimate": "--only activations",
-    "memory_gain": f"--forms window 'no write gate' --seeds 0 --steps 2 {KEPT} {SMALL}",
+    "memory_gain": f"--forms window 'gated delta + window' --seeds 0 --steps 2 {KEPT} {SMALL}",
     "objectives": "--turns 1",
     "passkey": "--steps 2 --trials 1 --seeds 5",
     "recall": "--steps 2 --batches 1 --seeds 5 --only linear --results {folder}/results.jsonl",

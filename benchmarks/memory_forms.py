@@ -31,6 +31,7 @@ from infini_model.model.state import LayerState
 SINKS = 4
 # Tokens of a segment and of a training window in `benchmarks.memory_gain`.
 SEGMENT, WINDOW = 32, 1024
+THETA: float = ModelConfig.model_fields["rope_theta"].default
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def window(tokens: int | None, sinks: int = SINKS) -> Form:
 
 @functools.cache
 def _rope(tokens: int, width: int, device: torch.device) -> Rope:
-    cos, sin = rope_tables(tokens, width, ModelConfig.model_fields["rope_theta"].default)
+    cos, sin = rope_tables(tokens, width, THETA)
     return cos.to(device), sin.to(device)
 
 

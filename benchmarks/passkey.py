@@ -143,7 +143,7 @@ def run(seed: int, steps: int, memory: str, trials: int) -> Outcome:
     trained = time.process_time()
     right = {segments: examine(model, segments, trials) for segments in ASKED}
     knocked_out = float(np.mean(examine(without_memory(model), ASKED[0], trials)))
-    gates = [100.0 * gates.mean for gates in model.gate_statistics()]
+    gates = [100.0 * heads.mean().item() for heads in model.read_strengths()]
     return Outcome(right, knocked_out, gates, trained - began, time.process_time() - began)
 
 

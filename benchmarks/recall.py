@@ -198,8 +198,8 @@ def examine(model: InfiniLlama, writings: int, batches: int) -> Figures:
     if model.config.memory != "none":
         right, _ = ask(without_memory(model), LENGTHS["8 segments"], writings, batches)
         figures[KNOCKED_OUT] = right.mean().item()
-    for layer, gates in enumerate(model.gate_statistics()):
-        figures[f"gate {layer}"] = 100.0 * gates.mean
+    for layer, heads in enumerate(model.read_strengths()):
+        figures[f"gate {layer}"] = 100.0 * heads.mean().item()
     return figures
 
 

@@ -102,7 +102,7 @@ class GatedDelta(Rule):
         return weight.float().square().mean(0, keepdim=True).sqrt()
 
     def inputs(self, x: Tensor, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-        """What `forward` needs: the layer's input, queries and keys."""
+        """Gather the arguments of `forward`: the layer's input, queries and keys."""
         return x, q, k
 
     def forward(

@@ -233,7 +233,7 @@ def tabulate(
             return None if a is None or b is None else str(a.gain_over(b))
 
         def worth(kind: str) -> str | None:
-            """How much lower the loss is than with a part knocked out."""
+            """Return how much lower the loss is than with a part knocked out."""
             whole, out = losses(ours.values()), losses(ours.values(), kind)  # noqa: B023
             return None if whole is None or out is None else str(whole.gain_over(out))
 

@@ -134,7 +134,7 @@ class ModelConfig(Section):
 
     @property
     def has_past(self) -> bool:
-        """Whether a segment knows anything of those before it."""
+        """True if a segment knows anything of those before it."""
         return self.memory != "none" or self.window_segments + self.window_sinks > 0
 
     @property

@@ -261,8 +261,9 @@ class Config(Section):
         objective, model = self.training.objective, self.model
         length, schedule = self.packing.context_length, self.packing.context_schedule
         if objective == "masked_diffusion":
-            if model.window_segments or model.window_sinks:
-                yield "model.window_segments: masked_diffusion sees whole windows; leave it out"
+            for name in ("window_segments", "window_sinks"):
+                if getattr(model, name):
+                    yield f"model.{name}: masked_diffusion sees whole windows; leave it out"
             if schedule is not None:
                 yield "packing.context_schedule: masked_diffusion has no segments"
             if model.memory != "none":

@@ -148,8 +148,8 @@ def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -
 class Conversation:
     """Turns of a user and a model, in the form that conversations had in its training.
 
-    The state is that of all turns so far, exact in the open segment and compressed before it; a
-    model without a memory knows the open segment alone.
+    The state is that of all turns so far, exact in the window and compressed before it; a model
+    without a memory knows its window alone.
     """
 
     def __init__(

@@ -242,7 +242,7 @@ def _model_section(context: EvalContext) -> str:
 
 
 def _window(shape: ModelConfig) -> str:
-    """What a token sees exactly."""
+    """The tokens that a token sees exactly, in words."""
     parts, segments = ["its segment"], shape.window_segments
     if segments:
         parts.append(f"the {segments} before it" if segments > 1 else "the one before it")

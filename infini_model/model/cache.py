@@ -1,4 +1,4 @@
-"""Where the tokens of a chunk go that crosses no segment border: the cached form of a pass."""
+"""The cached form of a pass: the slots of a chunk that crosses no segment border."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infini_model.model.window import Window
 
 
 class CacheUpdate(NamedTuple):
-    """Where the tokens of a chunk go in each row's caches of the open segment.
+    """The slots of a chunk's tokens in each row's caches of the open segment.
 
     Attributes:
         slots: Slot of each token, [B, T], which is its place in the segment; L for padding.

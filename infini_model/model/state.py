@@ -11,7 +11,7 @@ from infini_model.model.memory import RuleState
 
 
 class LayerState(NamedTuple):
-    """What one layer carries: what its window sees, and its memory.
+    """The state of one layer: the keys and values in sight of its window, and its memory.
 
     Attributes:
         keys: Rotated keys, [B, H_kv, k + n · L + m, D]: the sinks and the n earlier segments of

@@ -30,7 +30,7 @@ def segmented(x: Tensor, length: int) -> Tensor:
 
 
 class Sight(NamedTuple):
-    """What the segments of a pass see beside themselves, the same in all layers.
+    """The older tokens that the segments of a pass see, the same in all layers.
 
     Attributes:
         ages: The number of segments of the same document before each segment, and before the one
@@ -44,7 +44,7 @@ class Sight(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What stays in sight of the tokens before a pass.
+    """The keys and values, from before a pass, that stay in sight.
 
     Each is [B, H_kv, k + n · L, D]: the sinks, then the n segments before. Zeros where a document
     is younger.
@@ -83,7 +83,7 @@ class Window(NamedTuple):
         return self.sinks + self.segments * self.segment_length
 
     def sight(self, starts: Tensor | None, before: Tensor, tokens: int) -> Sight | None:
-        """What the segments of a pass over `tokens` see; None if that is only themselves.
+        """Return what the segments of a pass over `tokens` see; None if that is only themselves.
 
         Args:
             starts: [B, ceil(T / L)] bool, true where a segment starts a document; None is nowhere.
@@ -111,7 +111,7 @@ class Window(NamedTuple):
         return Sight(ages, mask)
 
     def older(self, ages: Tensor) -> Tensor:
-        """Which of the older keys a segment sees, [..., k + n · L] bool, from its age [...]."""
+        """The mask of the older keys that a segment sees, [..., k + n · L], from its age [...]."""
         ages, n = ages.unsqueeze(-1), self.segments
         distances = torch.arange(n, 0, -1, device=ages.device)
         distances = distances.repeat_interleave(self.segment_length)
@@ -191,7 +191,7 @@ class Window(NamedTuple):
         return torch.cat((full, functional.pad(last, (0, 0, 0, padding))), dim=1)
 
     def _nothing(self, k: Tensor) -> Earlier:
-        """What a pass over segments of keys [B, S, H_kv, L, D] sees of no token before it."""
+        """Zeros, for a pass over segments of keys [B, S, H_kv, L, D] with no token before it."""
         zeros = k.new_zeros(k.size(0), k.size(2), self.kept, k.size(4))
         return Earlier(zeros, zeros, zeros)
 
@@ -247,7 +247,7 @@ class Window(NamedTuple):
         return keys, values
 
     def earlier(self, keys: Tensor, values: Tensor, rope: Rope) -> Earlier | None:
-        """What a pass sees of a state's keys and values; None if that is nothing."""
+        """The part of a state's keys and values that a pass sees; None if that is nothing."""
         if not self.kept:
             return None
         inverse = (rope[0][: self.kept], -rope[1][: self.kept])

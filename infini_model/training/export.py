@@ -125,6 +125,6 @@ def check_target(target: Path) -> None:
 
 
 def opens_in_transformers(folder: Path) -> bool:
-    """Whether a model folder is a plain Llama: without memory and window, and causal."""
+    """Return True for the folder of a plain Llama: without memory and window, and causal."""
     config = read_config(folder, {})
     return not config.has_past and not config.bidirectional

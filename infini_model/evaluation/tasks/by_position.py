@@ -39,7 +39,7 @@ Segments = tuple[int, int]
 
 
 class LossByPosition(EvaluationTask):
-    """How the loss falls along documents and windows, and what each part of the attention gains."""
+    """The loss along documents and windows, and what each part of the attention gains."""
 
     title = "Loss by position"
 
@@ -333,7 +333,7 @@ def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segmen
 
 
 def verdict(gains: dict[int, Interval], where: str, part: Part = "memory") -> str:
-    """Whether the weights use a part: `gains` by the segment from which on they count."""
+    """A verdict on whether the weights use a part, from its `gains` by first segment counted."""
     (start, near), *rest = gains.items()
     gained = effect(*near)
     if gained > 0:

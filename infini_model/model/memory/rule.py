@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
 
 class RuleState(NamedTuple):
-    """What the memory of one layer carries, with a cache of the open segment.
+    """The state of one layer's memory, with a cache of the open segment.
 
     Attributes:
         memory: Memory of all full segments.
@@ -136,12 +136,12 @@ class Rule(nn.Module):
 
     @staticmethod
     def strength(weight: Tensor) -> Tensor:
-        """How much each head reads, [H], from the parameter that weighs what is read."""
+        """Return how much each head reads, [H], from the parameter that weighs what is read."""
         raise NotImplementedError
 
     @staticmethod
     def moved(strength: float, config: ModelConfig) -> float:
-        """How far a parameter of this `strength` has moved from where it starts."""
+        """Return how far a parameter of this `strength` has moved from where it starts."""
         raise NotImplementedError
 
     def token_gates(self, x: Tensor) -> Tensor | None:  # noqa: ARG002 - for rules that have some
@@ -170,7 +170,7 @@ class Rule(nn.Module):
     def inputs(
         self, x: Tensor, q: Tensor, k: Tensor, starts: Tensor | None, state: RuleState | None
     ) -> RuleInputs:
-        """What is read and written under in a pass over all segments.
+        """Prepare the queries, keys and gates of a pass over all segments.
 
         Args:
             x: Inputs of the layer for the rows that are written, [B, T, hidden].

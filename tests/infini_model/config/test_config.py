@@ -332,6 +332,7 @@ REFUSED = {
     "training.objective=masked_diffusion; model.window_segments=1": (
         "model.window_segments: masked_diffusion sees whole windows; leave it out"
     ),
+    "training.objective=masked_diffusion; model.window_sinks=1": "model.window_sinks: masked_diff",
     "evaluation.tasks=[sample, heat]": "evaluation.tasks.1: got 'heat': ",
     "evaluation.needles={needles: 6, depths: [0, 50]}": (
         "evaluation.needles: 6 needles in a sequence need as many depths"

@@ -37,7 +37,7 @@ def close(ours, theirs, tolerance=1e-10):
 
 
 def rounding(window):
-    """What is rounded where a state turns the keys of a window: the rotary tables are float32."""
+    """The tolerance: a state turns the keys of a window by float32 tables."""
     return 1e-6 if any(window) else 1e-10
 
 

@@ -21,43 +21,43 @@ def exclusive_scan(
     kept: Tensor | None = None,
     *,
     reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Exclusive prefix sums that start again, from zero, where `reset` is true.
+) -> Tensor:
+    """Running sums at the borders of segments, that start again, from zero, where `reset` is true.
 
     Nothing from before a reset, not even NaN, gets past it.
 
     Args:
         added: What each of N segments adds, [B, N, ...].
         first: The state before all of them, [B, ...], of the dtype of `added`.
-        reset: [B, N + 1] bool, true where the state before a segment, or after the last, is
-            emptied; None is never.
+        reset: [B, N + 1] bool, true where the state at a border is emptied; None is never.
         kept: The factors by which each segment multiplies the state before it adds to it, [B, N,
             H], where H is the third dimension of `added`; None is 1.
-        reverse: Whether the first to be added is the last segment. Then `first` is the state
-            after the last, and each state that after a segment.
+        reverse: Whether the first to be added is the last segment, and `first` the state after it.
 
     Returns:
-        The state before each segment [B, N, ...], and that after the last [B, ...]; with
-        `reverse` the state after each segment, and that before the first.
+        The state before each segment, and after the last, [B, N + 1, ...].
     """
-    count = added.size(1)
-    segments, borders = [*range(count)], [*range(count + 1)]
+    states = _empty(added, first)
+    slots, segments = [*states.unbind(1)], [*range(added.size(1))]
+    borders = [*range(len(slots))]
     if reverse:
         segments, borders = segments[::-1], borders[::-1]
-    states, end = torch.empty_like(added), torch.empty_like(first)
-    slots = [*(states[:, segment] for segment in segments), end]
-    slots[0].copy_(first)
+    state = slots[borders[0]].copy_(first)
     for at, border in enumerate(borders):
         if at:
-            segment, state = segments[at - 1], slots[at - 1]
+            segment, before, state = segments[at - 1], state, slots[border]
             if kept is not None:
                 factors = kept[:, segment].view(*kept[:, segment].shape, *[1] * (first.dim() - 2))
-                state = torch.mul(state, factors, out=slots[at])
-            torch.add(state, added[:, segment], out=slots[at])
+                before = torch.mul(before, factors, out=state)
+            torch.add(before, added[:, segment], out=state)
         if reset is not None:
             emptied = reset[:, border].view(-1, *[1] * (first.dim() - 1))
-            slots[at].masked_fill_(emptied, 0.0)
-    return states, end
+            state.masked_fill_(emptied, 0.0)
+    return states
+
+
+def _empty(added: Tensor, first: Tensor) -> Tensor:
+    return first.new_empty(len(first), added.size(1) + 1, *first.shape[1:])
 
 
 @exclusive_scan.register_kernel("cuda")
@@ -68,7 +68,7 @@ def _(
     kept: Tensor | None = None,
     *,
     reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     from infini_model.model.kernels import triton_scan
 
     return triton_scan.exclusive_scan(added, first, reset, kept, reverse=reverse)
@@ -82,29 +82,33 @@ def _(
     kept: Tensor | None = None,  # noqa: ARG001
     *,
     reverse: bool = False,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(added), torch.empty_like(first)
+) -> Tensor:
+    return _empty(added, first)
 
 
-def _save(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, Tensor]
-) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
     _, _, reset, kept = inputs
-    ctx.save_for_backward(reset, kept, None if kept is None else output[0])
+    ctx.save_for_backward(reset, kept, None if kept is None else output)
     ctx.reverse = keyword_only_inputs["reverse"]
 
 
-def _gradients(ctx: Any, dstates: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dstates: Tensor) -> tuple[Tensor | None, ...]:
     reset, kept, states = ctx.saved_tensors
-    dadded, dfirst = exclusive_scan(dstates, dend, reset, kept, reverse=not ctx.reverse)
+    # Of each segment the border that it is added to, and that where its sum comes from.
+    later, earlier = slice(1, None), slice(None, -1)
+    to, source, start, end = (later, earlier, 0, -1)
+    if ctx.reverse:
+        to, source, start, end = source, to, end, start
+    grads = exclusive_scan(
+        dstates[:, source], dstates[:, end], reset, kept, reverse=not ctx.reverse
+    )
     dkept = None
     if kept is not None:
-        dkept = torch.linalg.vecdot(dadded.flatten(3), states.flatten(3))
+        dkept = torch.linalg.vecdot(grads[:, to].flatten(3), states[:, source].flatten(3))
         if reset is not None:
             # What is emptied may have been infinite.
-            beyond = reset[:, :-1] if ctx.reverse else reset[:, 1:]
-            dkept = dkept.masked_fill(beyond.unsqueeze(-1), 0.0)
-    return dadded, dfirst, None, dkept
+            dkept = dkept.masked_fill(reset[:, to].unsqueeze(-1), 0.0)
+    return grads[:, to], grads[:, start], None, dkept
 
 
 exclusive_scan.register_autograd(_gradients, setup_context=_save)

@@ -22,15 +22,15 @@ def exclusive_scan(
     kept: Tensor | None = None,
     *,
     reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """As `infini_model.model.kernels.scan`, for any floating-point dtype."""
     added, first = added.contiguous(), first.contiguous()
     reset, kept = (None if x is None else x.contiguous() for x in (reset, kept))
-    states, end = torch.empty_like(added), torch.empty_like(first)
+    states = first.new_empty(len(first), added.size(1) + 1, *first.shape[1:])
     rows, size = len(first), first[:1].numel()
     with torch.cuda.device_of(added):  # type: ignore[no-untyped-call]
         scan[triton.cdiv(size, BLOCK), rows](
-            *(added, first, reset, kept, states, end),
+            *(added, first, reset, kept, states),
             *(added.size(1), size, added.size(2)),
             REVERSE=reverse,
             BLOCK=BLOCK,
@@ -38,7 +38,7 @@ def exclusive_scan(
             # The product is rounded before the sum, as on a CPU.
             enable_fp_fusion=False,
         )
-    return states, end
+    return states
 
 
 @triton.jit
@@ -48,7 +48,6 @@ def scan(
     reset: tl.tensor | None,
     kept: tl.tensor | None,
     states: tl.tensor,
-    end: tl.tensor,
     segments: tl.tensor,
     size: tl.tensor,
     heads: tl.tensor,
@@ -62,19 +61,17 @@ def scan(
     within = elements < size
     head = elements // (size // heads)
     state = tl.load(first + row * size + elements, within, other=0.0)
-    border = row * (segments + 1)
+    border = row * (segments + 1) + (segments if REVERSE else 0)
     if reset is not None:
-        emptied = tl.load(reset + border + (segments if REVERSE else 0))
-        state = tl.where(emptied, 0.0, state)
+        state = tl.where(tl.load(reset + border), 0.0, state)
+    tl.store(states + border * size + elements, state, within)
     for step in tl.range(segments, num_stages=4):
-        segment = segments - 1 - step if REVERSE else step
-        at = (row * segments + segment) * size + elements
-        tl.store(states + at, state, within)
+        segment = row * segments + (segments - 1 - step if REVERSE else step)
+        border += -1 if REVERSE else 1
         if kept is not None:
-            state *= tl.load(kept + (row * segments + segment) * heads + head, within, other=0.0)
-        state += tl.load(added + at, within, other=0.0)
+            state *= tl.load(kept + segment * heads + head, within, other=0.0)
+        state += tl.load(added + segment * size + elements, within, other=0.0)
         if reset is not None:
             # A select, not a product with 0: what precedes a reset may be infinite.
-            emptied = tl.load(reset + border + (segment if REVERSE else segment + 1))
-            state = tl.where(emptied, 0.0, state)
-    tl.store(end + row * size + elements, state, within)
+            state = tl.where(tl.load(reset + border), 0.0, state)
+        tl.store(states + border * size + elements, state, within)

@@ -72,14 +72,14 @@ class Linear(Rule):
         gates: Tensor | None,  # noqa: ARG003 - has none
         first: Memory,
         starts: Tensor | None,
-    ) -> tuple[Memory, Memory]:
+    ) -> Memory:
         """As `Rule.states`: prefix sums."""
         with torch.autocast(keys.device.type, enabled=False):
             features = feature_map(keys)
             added, added_norm = features.mT @ values.to(features.dtype), features.sum(3)
-            norm, last = exclusive_scan(added_norm, first.norm, starts)
-            kv, last_kv = cls._kv_states(features, added, (norm, added_norm), first.kv, starts)
-        return Memory(kv, norm), Memory(last_kv, last)
+            norm = exclusive_scan(added_norm, first.norm, starts)
+            kv = cls._kv_states(features, added, (norm[:, :-1], added_norm), first.kv, starts)
+        return Memory(kv, norm)
 
     @classmethod
     def _kv_states(
@@ -89,13 +89,12 @@ class Linear(Rule):
         norms: tuple[Tensor, Tensor],  # noqa: ARG003
         first: Tensor,
         starts: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """M before each segment and after the last.
 
         `norms` are z before each segment, and what each adds to it.
         """
-        kv, last = exclusive_scan(added, first, starts)
-        return kv, last
+        return cast("Tensor", exclusive_scan(added, first, starts))
 
     @staticmethod
     def read(q: Tensor, local: Tensor, weight: Tensor, memory: Memory) -> Tensor:
@@ -132,7 +131,7 @@ class Delta(Linear):
         norms: tuple[Tensor, Tensor],
         first: Tensor,
         starts: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         mass = (features @ torch.stack(norms, dim=-1)).amax(dim=-1, keepdim=True)
         nonempty = mass > EMPTY_MASS
         shares = torch.where(nonempty, features / torch.where(nonempty, mass, 1.0), 0.0)
@@ -143,4 +142,4 @@ class Delta(Linear):
                 states.append(kept[:, segment - 1] @ states[-1] + added[:, segment - 1])
             if starts is not None:
                 states[-1] = states[-1].masked_fill(starts[:, segment, None, None, None], 0.0)
-        return torch.stack(states, 1)[:, :-1], states[-1]
+        return torch.stack(states, 1)

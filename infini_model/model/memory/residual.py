@@ -86,7 +86,7 @@ class Residual(Rule):
         gates: Tensor | None,
         first: Memory,
         starts: Tensor | None,
-    ) -> tuple[Memory, Memory]:
+    ) -> Memory:
         """As `Rule.states`; without `gates`, β = 1 and g = 0."""
         if gates is None:
             scale, kept = keys.new_ones(keys.shape[:-1], dtype=first.kv.dtype), None
@@ -95,10 +95,8 @@ class Residual(Rule):
             # What is left of what a token writes is what the later ones of its segment keep.
             scale, kept = scale * _sums_of_later(fading).exp(), fading.sum(-1).exp()
         sums = residual_sums(*(x.flatten(0, 1) for x in (keys, values, scale)))
-        kv, last = exclusive_scan(
-            sums.view(*keys.shape[:2], *sums.shape[1:]), first.kv, starts, kept
-        )
-        return Memory(kv, None), Memory(last, None)
+        added = sums.view(*keys.shape[:2], *sums.shape[1:])
+        return Memory(exclusive_scan(added, first.kv, starts, kept), None)
 
     @staticmethod
     def read(q: Tensor, local: Tensor, weight: Tensor, memory: Memory) -> Tensor:

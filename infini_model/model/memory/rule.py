@@ -215,13 +215,15 @@ class Rule(nn.Module):
         q, k, queries, keys, gates = inputs
         empty = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
         memory = empty if state is None else state.memory
-        number = k.size(2) // self.segment_length
+        written = k.size(2) // self.segment_length
+        if not keep_state:  # nothing reads what the last segment would write
+            written = min(written, local.size(1) - 1)
         out, after = self.over_segments(
-            *(queries, local, self.weight, keys, values, gates, memory, starts), full=number
+            *(queries, local, self.weight, keys, values, gates, memory, starts), full=written
         )
         if not keep_state:
             return out, None
-        full = number * self.segment_length
+        full = written * self.segment_length
         # Copies: views would keep the whole sequence and all its memories in the state.
         return out, RuleState(
             after.map(Tensor.clone),
@@ -314,8 +316,8 @@ class Rule(nn.Module):
         gates: Tensor | None,
         first: Memory,
         starts: Tensor | None,
-    ) -> tuple[Memory, Memory]:
-        """The memory before each segment, and that after the last.
+    ) -> Memory:
+        """The memory before each of N segments and after the last, [B, N + 1, ...].
 
         Args:
             keys: Keys of N segments, [B, N, H_kv, L, D].
@@ -324,10 +326,6 @@ class Rule(nn.Module):
             first: The memory before segment 0.
             starts: [B, N + 1] bool, true where the memory is emptied before it is read; None is
                 never.
-
-        Returns:
-            The memory before each segment, with a dimension of N after the first, and after the
-            last.
         """
         raise NotImplementedError
 
@@ -352,7 +350,8 @@ class Rule(nn.Module):
     def write(cls, memory: Memory, keys: Tensor, values: Tensor, gates: Tensor | None) -> Memory:
         """The memory after one more segment of keys and values [B, H_kv, L, D]."""
         gates = None if gates is None else gates.unsqueeze(1)
-        return cls.states(keys.unsqueeze(1), values.unsqueeze(1), gates, memory, None)[1]
+        states = cls.states(keys.unsqueeze(1), values.unsqueeze(1), gates, memory, None)
+        return states.map(lambda x: x[:, 1])
 
     @classmethod
     def over_segments(
@@ -368,7 +367,7 @@ class Rule(nn.Module):
         *,
         full: int,
     ) -> tuple[Tensor, Memory]:
-        """Read the memory before every segment, and write each to it that is full.
+        """Read the memory before every segment, and write the first `full` segments to it.
 
         Args:
             q: Queries [n · B, H, T, D]; row i reads the memory of row i mod B.
@@ -379,16 +378,16 @@ class Rule(nn.Module):
             gates: [B, H_kv, T, 2], as in `states`.
             first: The memory before segment 0.
             starts: [B, S] bool, true where a segment starts a document; None is nowhere.
-            full: Number of full segments, S or S − 1.
+            full: Number of segments that are written, S or S − 1.
 
         Returns:
-            [n · B, S, H, L, D], and the memory after the last full segment (emptied, if a trailing
-            partial one starts a document).
+            [n · B, S, H, L, D], and the memory after the last that is written (emptied, if another
+            follows that starts a document).
         """
         rows = len(keys)
         if starts is not None:
-            # One column per segment that reads, and one for the memory returned. A trailing partial
-            # segment reads the memory that is returned, so they share a column.
+            # One column per segment that reads, and one for the memory returned. A last segment
+            # that is not written reads the memory that is returned, so they share a column.
             starts = functional.pad(starts, (0, full + 1 - starts.size(1)))
         length = local.size(3)
 
@@ -396,12 +395,11 @@ class Rule(nn.Module):
             return segmented(x, length)[:, :full]
 
         by_segment = None if gates is None else cut(gates)
-        before, after = cls.states(cut(keys), cut(values), by_segment, first, starts)
-        if full < local.size(1):
-            before = before.map(lambda x, last: torch.cat((x, last.unsqueeze(1)), 1), after)
+        states = cls.states(cut(keys), cut(values), by_segment, first, starts)
+        before = states.map(lambda x: x[:, : local.size(1)].flatten(0, 1))
         reading, near = (_by_memory(x, rows) for x in (segmented(q, length), local))
-        out = cls.read(reading, near, weight, before.map(lambda x: x.flatten(0, 1)))
-        return _by_stream(out, rows, local), after
+        out = cls.read(reading, near, weight, before)
+        return _by_stream(out, rows, local), states.map(lambda x: x[:, -1])
 
 
 def _by_memory(x: Tensor, rows: int) -> Tensor:

@@ -33,14 +33,17 @@ NEAR = 8
 WITHOUT = {"memory": "knocked_out", "window": "without_window"}
 
 
-def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> dict[str, Any]:
-    """Start such a process, and wait for its result."""
+def train_and_score(
+    form: str, config: Config, dataset: Path, run_dir: Path, near: int = NEAR
+) -> dict[str, Any]:
+    """Start such a process, and wait for its result; `near` is that of `score`."""
     began, file = time.monotonic(), run_dir.parent / f"{run_dir.name}.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     where = [f"--config={file}", f"--run-dir={run_dir}"]
     if config.model.initial_weights is not None:
         run(["-m", "infini_model", "weights", *where])
-    ended = run(["-m", "benchmarks.memory_trial", form, f"--dataset={dataset}", *where], threads=1)
+    what = [form, f"--dataset={dataset}", f"--near={near}", *where]
+    ended = run(["-m", "benchmarks.memory_trial", *what], threads=1)
     seconds, about = time.monotonic() - began, environment()
     print(f"{run_dir.name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     return {
@@ -52,7 +55,7 @@ def train_and_score(form: str, config: Config, dataset: Path, run_dir: Path) -> 
     }
 
 
-def common_key(config: Config, dataset: Path) -> str:
+def common_key(config: Config, dataset: Path, near: int = NEAR) -> str:
     """What compared runs have in common: the tokens, and what decides the weights and the scores.
 
     Neither the dataset's key is part of it nor a setting that has its default, so that results
@@ -67,7 +70,7 @@ def common_key(config: Config, dataset: Path) -> str:
     decisive: Any = {"model": True, "packing": True, "training": True}
     decisive["evaluation"] = {"loss_by_position"}
     settings = config.model_dump(mode="json", include=decisive, exclude_defaults=True)
-    return content_key({"tokens": tokens.hexdigest(), "near": NEAR, **settings})[:12]
+    return content_key({"tokens": tokens.hexdigest(), "near": near, **settings})[:12]
 
 
 def folder_name(trial: tuple[Any, ...], key: str) -> str:
@@ -75,10 +78,10 @@ def folder_name(trial: tuple[Any, ...], key: str) -> str:
     return re.sub(r"[^\w.]+", "-", "-".join(map(str, (*trial, key))))
 
 
-def score(context: EvalContext) -> dict[str, Any]:
+def score(context: EvalContext, near: int) -> dict[str, Any]:
     """Parameters, and sums of losses in nats and counts of targets, by document and by segment.
 
-    By document they are of what lies beyond the first `NEAR` segments. Losses are `fresh`, with all
+    By document they are of what lies beyond the first `near` segments. Losses are `fresh`, with all
     parts of the attention, `knocked_out`, without the memory, and `without_window`.
     """
     documents = find_long_documents(context)
@@ -89,7 +92,7 @@ def score(context: EvalContext) -> dict[str, Any]:
     kinds |= {WITHOUT[part]: sums for part, sums in measured.without.items()}
     return {
         "parameters": sum(each.numel() for each in context.model.parameters()),
-        "documents": {name: _rounded(sums[:, NEAR:].sum(1)) for name, sums in kinds.items()},
+        "documents": {name: _rounded(sums[:, near:].sum(1)) for name, sums in kinds.items()},
         "segments": {name: _rounded(sums.sum(0)) for name, sums in kinds.items()},
     }
 
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("form", choices=FORMS)
     for name in ("config", "dataset", "run-dir"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--near", type=int, default=NEAR, help="first segments not counted")
     options = parser.parse_args()
     where = [
         f"--config={options.config}",
@@ -114,7 +118,8 @@ def main() -> None:
         if status := train(where):
             raise SystemExit(status)
         config = load_config(file=options.config)
-        print(json.dumps(score(EvalContext(options.run_dir, options.dataset, config))))
+        context = EvalContext(options.run_dir, options.dataset, config)
+        print(json.dumps(score(context, options.near)))
 
 
 if __name__ == "__main__":

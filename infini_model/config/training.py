@@ -42,10 +42,9 @@ class LoraConfig(Section):
     """Rank of the trained product beside each matrix."""
     lora_alpha: PositiveInt = 32
     """Scale of that product: it is multiplied by lora_alpha / r."""
-    target_modules: tuple[LoraTarget, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1
-    )
-    """Linear layers of every decoder layer that are adapted."""
+    target_modules: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Linear layers of every decoder layer that are adapted. With [] only the memory is trained,
+    and modules_to_save."""
     modules_to_save: tuple[SavedModule, ...] = ()
     """Modules trained whole, and saved with the adapter, by the end of their names: norm stands for
     all norms. Long contexts need [embed_tokens, norm]."""

@@ -245,6 +245,9 @@ class Config(Section):
                     "model.segment_length: missing; model.initial_weights does not say where its "
                     "context is to be cut"
                 )
+            lora = self.training.lora
+            if lora and not (lora.target_modules + lora.modules_to_save) and model.memory == "none":
+                yield "training.lora: target_modules=[] trains the memory alone; model.memory=none"
             return
         if self.data.tokenizer.spec == MODEL_SPEC:
             yield (

@@ -32,10 +32,12 @@ from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import check_tokenizer
 from infini_model.evaluation.context import EvalContext
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory.residual import Residual
+from infini_model.model.memory.rule import SHIFTS
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, UserError
 from infini_model.training.checkpoint import newest_checkpoint, read_state
-from infini_model.training.export import load_model
+from infini_model.training.export import export_merged, load_model
 from infini_model.training.initial_weights import (
     InitialWeights,
     find_initial_weights,
@@ -308,6 +310,26 @@ def test_adapters_begin_with_the_loss_of_their_weights_and_are_saved_alone(
         InfiniLlama.from_pretrained(run_dir / "model")
 
 
+def test_the_memory_is_trained_alone(make_config, llama, dataset, tmp_path):
+    config = from_weights(make_config(), llama, {"target_modules": []}, memory="residual")
+    run_dir = recorded(config, tmp_path / "run")
+    train(config, dataset, run_dir)
+    losses = curve(run_dir, "validation/loss")
+    assert losses[12] < losses[0]
+    moments = load_file(newest_checkpoint(run_dir) / "optimizer.safetensors")
+    assert all(".memory_" in name for name in moments)
+    before, after = (
+        InfiniLlama.from_pretrained(llama, segment_length=16, memory="residual"),
+        load_model(run_dir / "model"),
+    )
+    changed = dict(after.named_parameters())
+    changed = {n for n, p in before.named_parameters() if not torch.equal(p, changed[n].float())}
+    assert {name.rpartition(".")[2] for name in changed} == {*Residual.parameter_names, SHIFTS[0]}
+    exported = tmp_path / "exported"
+    export_merged(newest_checkpoint(run_dir), exported, load_tokenizer("bytes"))
+    assert InfiniLlama.from_pretrained(exported).config.memory == "residual"
+
+
 @pytest.mark.parametrize(("memory", "lora"), [("none", LONG), ("linear", LORA)])
 def test_peft_opens_the_adapter_with_the_same_logits(make_config, dataset, tmp_path, memory, lora):
     """With a memory one segment is the Llama, so there the logits are the same."""
@@ -350,7 +372,7 @@ def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
 LOAD = """
 import sys
 from pathlib import Path
-from infini_model.training.export import load_model
+from infini_model.training.export import export_merged, load_model
 print(load_model(Path(sys.argv[1])).config.memory)
 """
 

@@ -156,7 +156,7 @@ def trained(
     def work() -> None:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
             out = forward()
-        # With a single segment the memory is not read, so its gate has no gradient.
+        # With a single segment the memory is not read, so its read weight has no gradient.
         torch.autograd.grad(out, inputs, gradient, allow_unused=True)
 
     return work

@@ -78,7 +78,6 @@ class GatedDelta(Rule):
         *("delta_norm", "delta_gate", "delta_token_gates", "delta_taps"),
         *("delta_log_rate", "delta_bias"),
     )
-    weight_kind = "weight"
     activations, states_kept = 12, 4
 
     @staticmethod
@@ -97,9 +96,9 @@ class GatedDelta(Rule):
         }
 
     @staticmethod
-    def strength(weight: Tensor) -> Tensor:
+    def strength(read_weight: Tensor) -> Tensor:
         """The root mean square of the norm's weight, [1]."""
-        return weight.float().square().mean(0, keepdim=True).sqrt()
+        return read_weight.float().square().mean(0, keepdim=True).sqrt()
 
     def inputs(self, x: Tensor, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
         """Gather the arguments of `forward`: the layer's input, queries and keys."""

@@ -65,7 +65,7 @@ SETTINGS: dict[str, Any] = {
         "batch_size": 2,
         "warmup_steps": 60,
         "learning_rate": 3e-3,
-        "gate_learning_rate": 3e-2,
+        "memory_learning_rate": 3e-2,
     },
     "tracking": {"mlflow": False, "tensorboard": False},
     "logging": {"eval_steps": 1_000_000},

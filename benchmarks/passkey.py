@@ -74,14 +74,14 @@ class Outcome(NamedTuple):
     Attributes:
         right: Percent of right answers by number of segments, by depth: each [len(DEPTHS)].
         knocked_out: Percent of right answers at the fewest segments without the memory.
-        gates: Mean share of the memory by layer, in percent.
+        read_weights: Mean strength of the reads by layer, in percent.
         train_seconds: CPU seconds of the training.
         seconds: CPU seconds of all.
     """
 
     right: dict[int, list[float]]
     knocked_out: float
-    gates: list[float]
+    read_weights: list[float]
     train_seconds: float
     seconds: float
 
@@ -106,7 +106,7 @@ def train(seed: int, steps: int, memory: str) -> InfiniLlama:
     """Train a model on the answers only; deterministic."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    start = {} if memory == "residual" else {"gate_start": 0.0}
+    start = {} if memory == "residual" else {"read_weight_start": 0.0}
     model = InfiniLlama(ModelConfig(vocab_size=len(WORDS), memory=memory, **start, **SHAPE))
     config = TrainingConfig(max_steps=steps, **OPTIMIZATION)
     optimizer = make_optimizer(model, config)
@@ -143,8 +143,8 @@ def run(seed: int, steps: int, memory: str, trials: int) -> Outcome:
     trained = time.process_time()
     right = {segments: examine(model, segments, trials) for segments in ASKED}
     knocked_out = float(np.mean(examine(without_memory(model), ASKED[0], trials)))
-    gates = [100.0 * heads.mean().item() for heads in model.read_strengths()]
-    return Outcome(right, knocked_out, gates, trained - began, time.process_time() - began)
+    read_weights = [100.0 * heads.mean().item() for heads in model.read_strengths()]
+    return Outcome(right, knocked_out, read_weights, trained - began, time.process_time() - began)
 
 
 def tabulate(outcomes: Mapping[int, Outcome]) -> list[dict[str, Cell]]:
@@ -156,7 +156,7 @@ def tabulate(outcomes: Mapping[int, Outcome]) -> list[dict[str, Cell]]:
             row[f"{segments} segments"] = float(np.mean(right))
             row[f"worst of {segments}"] = min(right)
         row["no memory"] = outcome.knocked_out
-        row |= {f"gate {layer}": gate for layer, gate in enumerate(outcome.gates)}
+        row |= {f"read weight {layer}": each for layer, each in enumerate(outcome.read_weights)}
         row |= {"training, CPU s": outcome.train_seconds, "all, CPU s": outcome.seconds}
         rows.append(row)
     needs = dict.fromkeys(rows[0], None) | {"": "needs"}

@@ -54,7 +54,7 @@ STEPS, BATCH = 1500, 8
 EXAMINATION = 1 << 20
 LENGTHS = {f"{segments} segments": segments for segments in (8, 16, 64)}
 QUARTER, KNOCKED_OUT = "worst quarter", "knocked out"
-COLUMNS = (*LENGTHS, QUARTER, KNOCKED_OUT, "gate 0", "gate 1", "CPU seconds")
+COLUMNS = (*LENGTHS, QUARTER, KNOCKED_OUT, "read weight 0", "read weight 1", "CPU seconds")
 
 Figures = dict[str, float]
 
@@ -102,7 +102,7 @@ class Trial(NamedTuple):
 
 REMEMBERS = {"8 segments": 98, "16 segments": 95, "64 segments": 90, QUARTER: 85, KNOCKED_OUT: 10}
 # The task has nothing but the memory to learn, and then this is sooner than the default of -2.
-LINEAR = {"memory": "linear", "gate_start": 0.0}
+LINEAR = {"memory": "linear", "read_weight_start": 0.0}
 DELTA, RESIDUAL = LINEAR | {"memory": "delta"}, {"memory": "residual"}
 BLOCKS = LINEAR | {"mask_token_id": VOCABULARY}
 # At least two segments to write in and one to ask in.
@@ -112,7 +112,7 @@ SETUPS = {
     "residual": Setup(RESIDUAL, needs=REMEMBERS | {"64 segments": 98}),
     "no-key-shift": Setup(LINEAR | {"memory_key_shift": False}, control=True),
     "fixed-length": Setup(LINEAR, lengths=(8,), control=True),
-    "small-gates": Setup(LINEAR | {"gate_start": -2.0}, control=True),
+    "small-read-weight": Setup(LINEAR | {"read_weight_start": -2.0}, control=True),
     "small-start": Setup(LINEAR | {"initializer_range": 0.02}, control=True),
     "no-memory": Setup({"memory": "none"}, control=True),
     "query-shift": Setup(LINEAR | {"memory_query_shift": True}, control=True),
@@ -199,7 +199,7 @@ def examine(model: InfiniLlama, writings: int, batches: int) -> Figures:
         right, _ = ask(without_memory(model), LENGTHS["8 segments"], writings, batches)
         figures[KNOCKED_OUT] = right.mean().item()
     for layer, heads in enumerate(model.read_strengths()):
-        figures[f"gate {layer}"] = 100.0 * heads.mean().item()
+        figures[f"read weight {layer}"] = 100.0 * heads.mean().item()
     return figures
 
 

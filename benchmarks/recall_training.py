@@ -51,7 +51,7 @@ SHAPE: dict[str, Any] = {
 # A small model has to find what it is asked for.
 OPTIMIZATION: dict[str, Any] = {
     "learning_rate": 6e-3,
-    "gate_learning_rate": 6e-2,
+    "memory_learning_rate": 6e-2,
     "min_learning_rate_ratio": 0.05,
     "warmup_steps": 50,
     "weight_decay": 0.0,

@@ -11,7 +11,7 @@ from infini_model.config import validate
 from infini_model.training.initial_weights import find_initial_weights, record_initial_weights
 
 SEGMENT = 16
-BESIDE = {"segment_length": SEGMENT, "memory": "linear", "gate_start": -2.0}
+BESIDE = {"segment_length": SEGMENT, "memory": "linear", "read_weight_start": -2.0}
 
 
 def write_llama(folder, dtype=torch.float32, **changes):

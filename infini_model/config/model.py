@@ -44,7 +44,7 @@ BESIDE_INITIAL_WEIGHTS = {
     "memory",
     "memory_key_shift",
     "memory_query_shift",
-    "gate_start",
+    "read_weight_start",
     "window_segments",
     "window_sinks",
     "mask_token_id",
@@ -53,7 +53,7 @@ BESIDE_INITIAL_WEIGHTS = {
 
 # Names, in config.json, a tokenizer that has no file; `transformers` preserves and ignores it.
 TOKENIZER_NAME = "infini_tokenizer"
-GATE_START = -2.0
+READ_WEIGHT_START = -2.0
 
 
 class ModelConfig(Section):
@@ -67,8 +67,8 @@ class ModelConfig(Section):
     """Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, such as
     meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; only
     segment_length, which is then required, window_segments, window_sinks, memory,
-    memory_key_shift, memory_query_shift, gate_start, mask_token_id and ignore_tokenizer may be set
-    beside it. null (default) draws the weights from run.seed."""
+    memory_key_shift, memory_query_shift, read_weight_start, mask_token_id and ignore_tokenizer may
+    be set beside it. null (default) draws the weights from run.seed."""
     ignore_tokenizer: bool = False
     """Whether initial_weights may be trained on a dataset whose tokenizer gives other ids than
     theirs."""
@@ -120,10 +120,11 @@ class ModelConfig(Section):
     """Whether the memory is read with a learned mix of a token's own and the previous token's
     query, so that a masked token can be asked for by the one before it; null (default) is true with
     training.objective=block_diffusion, false otherwise."""
-    gate_start: float = GATE_START
-    """Initial gate of every head; its sigmoid is the share of the memory in the head's output, 12%
-    at the default of -2. With training.objective=block_diffusion and new weights the default is 0.
-    Weights that have gates keep theirs; a residual memory has none."""
+    read_weight_start: float = READ_WEIGHT_START
+    """Initial read weight of every head, where memory is linear or delta; its sigmoid is the share
+    of the memory in the head's output, 12% at the default of -2. With
+    training.objective=block_diffusion and new weights the default is 0. initial_weights with such
+    a memory keep theirs; a residual memory starts at 0."""
 
     bidirectional: bool = False
     """Whether a position sees its whole segment, not only what precedes it; training.objective sets
@@ -165,8 +166,8 @@ class ModelConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         # The default may come from the file of a run with another memory.
-        if self.memory == "residual" and self.gate_start != GATE_START:
-            yield "gate_start: memory=residual has no gates; leave it out"
+        if self.memory == "residual" and self.read_weight_start != READ_WEIGHT_START:
+            yield "read_weight_start: memory=residual starts at 0; leave it out"
         size, mask = self.vocab_size, self.mask_token_id
         if size is not None and mask is not None and mask >= size:
             yield f"mask_token_id {mask} is outside the vocabulary of {size} tokens"

@@ -75,8 +75,8 @@ class TrainingConfig(Section):
     """Micro-batches accumulated per optimizer step."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
-    gate_learning_rate: PositiveFloat = 1e-2
-    """Peak learning rate of the memory's weights, gates and shifts."""
+    memory_learning_rate: PositiveFloat = 1e-2
+    """Peak learning rate of the memory's own parameters: weights, gates, shifts."""
     min_learning_rate_ratio: Fraction = 0.1
     """Final learning rate of the cosine schedule, as a fraction of the peak."""
     warmup_steps: NonNegativeInt = 20

@@ -207,8 +207,8 @@ class Config(Section):
     def _objectives_have_defaults_of_their_own(cls, values: Any) -> Any:
         """Those of the model: masked diffusion sees whole windows, without a memory.
 
-        Block diffusion has nothing but the memory to see what lies before a segment, so gates start
-        open, unless the weights are those of a model without one.
+        Block diffusion has nothing but the memory to see what lies before a segment, so half of the
+        output is memory at first, unless the weights are those of a model without one.
         """
         if not isinstance(values, Mapping):
             return values
@@ -224,7 +224,7 @@ class Config(Section):
                 whole = packing.get("context_length", PackingConfig().context_length)
                 shape["segment_length"] = whole
         if objective == "block_diffusion" and is_new and model.get("memory") in ("linear", "delta"):
-            shape["gate_start"] = 0.0
+            shape["read_weight_start"] = 0.0
         return {**values, "model": shape | dict(model)} if shape else values
 
     def conflicts(self) -> Iterator[str]:

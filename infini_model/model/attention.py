@@ -23,7 +23,7 @@ def infini_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gate: Tensor,
+    read_weight: Tensor,
     *,
     segment_length: int,
     rope: Rope | None = None,
@@ -54,8 +54,8 @@ def infini_attention(
         q: Queries [B, H, T, D]; query head h reads key-value head h // (H / H_kv).
         k: Keys [B, H_kv, T, D], of the dtype of `q`.
         v: Values [B, H_kv, T, D], of the dtype of `q`.
-        gate: [H], before the sigmoid; sigmoid(gate) is the share of the memory. Of the residual
-            rule w, [H, D].
+        read_weight: [H], before the sigmoid, which is the share of the memory. Of the residual rule
+            w, [H, D].
         segment_length: Tokens of a segment, at least 1.
         rope: (cos, sin), each [window_sinks + (window_segments + 1) · segment_length, D], by
             position relative to the segment, the last at segment_length − 1; applied in the window
@@ -97,7 +97,7 @@ def infini_attention(
     window = Window(segment_length, window_segments, window_sinks, causal, backend)
     _check_window(q, k, v, window, rope)
     own = (keys, written, reading, memory_gates)
-    _check_memory(q, k, gate, segment_length, memory, update, document_starts, *own)
+    _check_memory(q, k, read_weight, segment_length, memory, update, document_starts, *own)
     rule, rows, tokens = RULES[update], keys.size(0), q.size(2)
     if memory is None:
         memory = rule.empty(rows, *k.shape[1::2], dtype=k.dtype, device=k.device)
@@ -106,7 +106,7 @@ def infini_attention(
     queries, local_keys, values = (segmented(x, min(segment_length, tokens)) for x in (q, k, v))
     local = window.attend(queries, local_keys, values, rope, tokens=tokens, rows=rows, sight=sight)
     out, after = rule.over_segments(
-        *(reading, local, gate, keys, written, memory_gates, memory, document_starts),
+        *(reading, local, read_weight, keys, written, memory_gates, memory, document_starts),
         full=tokens // segment_length,
     )
     return out.transpose(1, 2).flatten(2, 3)[:, :, :tokens], after
@@ -152,7 +152,7 @@ def _check_window(q: Tensor, k: Tensor, v: Tensor, window: Window, rope: Rope | 
 def _check_memory(
     q: Tensor,
     k: Tensor,
-    gate: Tensor,
+    read_weight: Tensor,
     segment_length: int,
     memory: Memory | None,
     update: str,
@@ -181,7 +181,7 @@ def _check_memory(
         ("memory_keys", keys, written, q.dtype),
         ("memory_values", values, written, q.dtype),
         ("memory_queries", queries, tuple(q.shape), q.dtype),
-        ("gate", gate, (q.size(1), head_dim)[: rule.weight_dims], None),
+        ("read_weight", read_weight, (q.size(1), head_dim)[: rule.read_weight_dims], None),
         ("memory.kv", kv, (rows, heads, features, head_dim), exact),
         ("memory.norm", norm, (rows, heads, head_dim), exact),
         ("document_starts", document_starts, (rows, -(-tokens // segment_length)), torch.bool),

@@ -26,7 +26,7 @@ def attention_by_segment(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gate: Tensor,
+    read_weight: Tensor,
     *,
     segment_length: int,
     rope: Rope | None = None,
@@ -79,7 +79,7 @@ def attention_by_segment(
         if norm is None:
             read = _two_softmaxes(reading) @ held
             read = read / (read.square().mean(-1, keepdim=True) + READ_EPSILON).sqrt()
-            out.append(local + gate.unsqueeze(1) * read)
+            out.append(local + read_weight.unsqueeze(1) * read)
             if is_full:
                 for features, row, gates in zip(
                     _two_softmaxes(writing).unbind(2),
@@ -87,15 +87,16 @@ def attention_by_segment(
                     memory_gates[:, :, segment].unbind(2),
                     strict=True,
                 ):
-                    scale, fading = gates[..., None, None].unbind(2)
-                    kv = fading.exp() * kv + scale * features.unsqueeze(-1) * row.unsqueeze(-2)
+                    write_share, log_keep = gates[..., None, None].unbind(2)
+                    written = write_share * features[..., None] * row[..., None, :]
+                    kv = log_keep.exp() * kv + written
             continue
         sigma_q = functional.elu(reading) + 1
         total = norm.repeat_interleave(group, 1).repeat(streams, 1, 1)
         mass = sigma_q @ total.unsqueeze(-1)
         nonempty = mass > 0
         read = sigma_q @ held / mass.where(nonempty, 1)  # equation 7
-        share = gate.sigmoid().view(-1, 1, 1)
+        share = read_weight.sigmoid().view(-1, 1, 1)
         out.append(torch.where(nonempty, share * read + (1 - share) * local, local))  # equation 10
         if is_full:
             sigma_k = functional.elu(writing) + 1

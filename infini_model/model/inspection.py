@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infini_model.config import Config
-from infini_model.model.memory import RULES
 
-# A gate that moved less, before the sigmoid, or a weight of a residual memory has not learned.
+# A read weight that moved less, before the sigmoid if it has one, has not learned.
 UNMOVED = 0.01
 # Decimal places with which gains are shown, in nats per token.
 PLACES = 4
@@ -39,16 +38,13 @@ def hurts(gain: float, error: float) -> str | None:
 
 
 def unmoved(changes: Sequence[float], steps: int, config: Config) -> str | None:
-    """Of gates, or of weights that begin at 0, that changed so much in `steps` steps."""
+    """Of read weights that changed so much in `steps` steps."""
     if any(abs(change) >= UNMOVED for change in changes):
         return None
-    still = f"All gates are still at model.gate_start={config.model.gate_start:g}"
-    if RULES[config.model.memory].weight_kind == "weight":
-        still = "The memory's weights are still at 0"
-    remedy = "Raise training.gate_learning_rate."
+    remedy = "Raise training.memory_learning_rate."
     if config.packing.context_length <= config.model.segment_length:
         remedy = (
             "A window of one segment has no memory to read: make packing.context_length several "
             "times model.segment_length."
         )
-    return f"{still} after {steps:,} steps. {remedy}"
+    return f"All read weights are still where they started after {steps:,} steps. {remedy}"

@@ -317,8 +317,8 @@ class InfiniLlama(nn.Module):
 
         `gather` assembles a weight that is sharded over processes.
         """
-        rules = (attention.memory for attention in self.attentions)
-        return [rule.strength(gather(rule.weight.detach())) for rule in rules if rule is not None]
+        rules = (each.memory for each in self.attentions if each.memory is not None)
+        return [rule.strength(gather(rule.read_weight.detach())) for rule in rules]
 
     @classmethod
     def from_pretrained(

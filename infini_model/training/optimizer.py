@@ -20,22 +20,22 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
     """The group of a parameter.
 
     Weight decay applies to matrices, but not to norms or embeddings: a rare token's row would
-    shrink between its few gradients. Gates and shifts are scalars before a sigmoid, which decay
-    would pull to one half; they have their own learning rate.
+    shrink between its few gradients. Nor does it to the memory's own parameters, which have their
+    own learning rate: decay would pull those before a sigmoid to one half.
     """
     if name.rsplit(".", 1)[-1] in MEMORY_PARAMETERS:
-        return "gates"
+        return "memory"
     if parameter.ndim < 2 or "embed_tokens" in name:
         return "no decay"
     return "decay"
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over the groups `decay`, `no decay` and `gates` of the parameters that are trained.
+    """AdamW over the groups `decay`, `no decay` and `memory` of the parameters that are trained.
 
     Each group keeps its `peak` rate.
     """
-    members: dict[str, list[nn.Parameter]] = {"decay": [], "no decay": [], "gates": []}
+    members: dict[str, list[nn.Parameter]] = {"decay": [], "no decay": [], "memory": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members[_group_of(name, parameter)].append(parameter)
@@ -44,7 +44,7 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Adam
             "name": name,
             "params": parameters,
             "weight_decay": config.weight_decay if name == "decay" else 0.0,
-            "peak": config.gate_learning_rate if name == "gates" else config.learning_rate,
+            "peak": config.memory_learning_rate if name == "memory" else config.learning_rate,
         }
         for name, parameters in members.items()
         if parameters

@@ -25,8 +25,8 @@ from infini_model.training.setup import TrainingSetup
 
 # Windows of the probe, some of those that the validation scores; each costs as much as two.
 PROBE_WINDOWS = 8
-# Steps after the warm-up from which on warnings are due: before, gates have hardly moved and
-# memories are hardly trained.
+# Steps after the warm-up from which on warnings are due: before, read weights have hardly moved
+# and memories are hardly trained.
 SETTLED_STEPS = 100
 
 log = logging.getLogger(__name__)
@@ -148,16 +148,16 @@ class MemoryReports(Callback):
                     self._warned |= dict(self._findings()).keys()
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        """What the probe finds at a validation, and by layer `memory/layer_N/gate_mean` and so on.
+        """What the probe finds, and by layer `memory/layer_N/read_weight_mean` and so on.
 
-        Of a residual memory they are called `weight_mean`. Warns of what it finds.
+        Warns of what it finds.
         """
         setup, model = self._setup, self._config.model
         if evaluation.split != "validation" or self._rule is None:
             return {}
         found = dict[str, float]()
         for layer, heads in enumerate(setup.model.read_strengths(full_tensor)):
-            prefix = f"memory/layer_{layer}/{self._rule.weight_kind}"
+            prefix = f"memory/layer_{layer}/read_weight"
             found[f"{prefix}_mean"] = heads.mean().item()
             found[f"{prefix}_min"] = heads.min().item()
             found[f"{prefix}_max"] = heads.max().item()
@@ -181,12 +181,11 @@ class MemoryReports(Callback):
         step, layers = int(newest["step"]), range(model.num_hidden_layers)
         if self._rule is None or step < self._config.training.warmup_steps + SETTLED_STEPS:
             return
-        kind = self._rule.weight_kind
-        ends = [f"memory/layer_{n}/{kind}_{end}" for n in layers for end in ("min", "max")]
+        ends = [f"memory/layer_{n}/read_weight_{end}" for n in layers for end in ("min", "max")]
         if all(name in newest for name in ends):
             changes = [self._rule.moved(newest[name], model) for name in ends]
             if sentence := inspection.unmoved(changes, step, self._config):
-                yield "gates", sentence
+                yield "read weights", sentence
         if "memory/probe_gain_error" in newest:
             gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
             if sentence := inspection.hurts(gain, error):

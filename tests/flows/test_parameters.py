@@ -152,7 +152,10 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.Mo
         ("arxiv", ("data.source={kind: files, paths: [a.jsonl]}", "training.epochs=2.5")),
         ("debug", ("model.head_dim=16", "evaluation.sample.top_k=null", "run.seed=3")),
         # What is set beside initial weights counts even where it is the default.
-        ("uptrain", ("model.segment_length=128", "model.memory=linear", "model.gate_start=-2.0")),
+        (
+            "uptrain",
+            ("model.segment_length=128", "model.memory=linear", "model.read_weight_start=-2.0"),
+        ),
     ],
 )
 def test_settings_handed_on_whole_are_the_same(

@@ -33,6 +33,7 @@ from infini_model.model.hf.config import (
     read_model_type,
 )
 from infini_model.model.memory import MEMORY_PARAMETERS, RULES, file_name
+from infini_model.model.memory.rule import SHIFTS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import atomic_folder, dump_json
 
@@ -173,10 +174,10 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """All tensors that `shapes` names, converted to `dtypes` from any floating-point type.
 
-    A folder without any gate (or shift) is a plain Llama: gates start at the `gate_start` of
-    `config`, and shifts at μ = 0, which is the paper's form; a residual memory starts as in a new
-    model, with shifts at 0.5, for it adds nothing at first. A warning is logged. Where the model
-    has more tokens than the folder, each of their rows is the mean of the folder's.
+    A folder without any read weight (or shift) is a plain Llama: read weights start at
+    `config.read_weight_start`, and shifts at μ = 0, which is the paper's form; a residual memory
+    starts as in a new model, with shifts at 0.5, for it adds nothing at first. A warning is logged.
+    Where the model has more tokens than the folder, each of their rows is the mean of the folder's.
 
     Raises `CheckpointError` as `checked_tensors`.
     """
@@ -185,7 +186,7 @@ def read_tensors(
         for name, tensor in checked_tensors(folder, shapes).items()
     }
     shift = RULES[config.memory].pretrained_shift if config.memory in RULES else 0.0
-    starts = {"gate": config.gate_start, "memory_key_shift": shift, "memory_query_shift": shift}
+    starts = dict.fromkeys(SHIFTS, shift) | {"gate": config.read_weight_start}
     begun = []
     for parameter in MEMORY_PARAMETERS:
         start = starts.get(parameter, 0.0)

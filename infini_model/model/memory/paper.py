@@ -3,7 +3,7 @@
 With σ = ELU + 1, a segment of Q, K, V reads and writes
 
     A_mem   = σ(Q) M / σ(Q) z                               the memory before it (eq. 7)
-    out     = s · A_mem + (1 − s) · A_local                 s = sigmoid(gate) (eq. 10)
+    out     = s · A_mem + (1 − s) · A_local                 s = sigmoid(read_weight) (eq. 10)
     M, z    ← M + σ(K)ᵀ V, z + Σ σ(K)                       (eq. 8)
 
 or it writes by a bounded form of the delta rule (eq. 9), for keys that are written again. It is
@@ -43,26 +43,25 @@ class Linear(Rule):
     """A memory to which each segment adds its values (equation 8)."""
 
     parameter_names = ("gate",)
-    weight_kind = "gate"
     is_normalised = True
     activations, states_kept = 4, 1
 
     @staticmethod
     def start(config: ModelConfig) -> dict[str, Tensor]:
-        """All gates at `gate_start`."""
-        return {"gate": torch.full((config.num_attention_heads,), config.gate_start)}
+        """All heads at `read_weight_start`."""
+        return {"gate": torch.full((config.num_attention_heads,), config.read_weight_start)}
 
     @staticmethod
-    def strength(weight: Tensor) -> Tensor:
-        """sigmoid(gate), the share of the memory in the output."""
-        return weight.float().sigmoid()
+    def strength(read_weight: Tensor) -> Tensor:
+        """The share of the memory in the output."""
+        return read_weight.float().sigmoid()
 
     @staticmethod
     def moved(strength: float, config: ModelConfig) -> float:
-        """The change of the gate; infinite where its sigmoid is 0 or 1."""
+        """The change before the sigmoid; infinite where that is 0 or 1."""
         if not 0.0 < strength < 1.0:
             return math.copysign(math.inf, strength - 0.5)
-        return math.log(strength / (1.0 - strength)) - config.gate_start
+        return math.log(strength / (1.0 - strength)) - config.read_weight_start
 
     @classmethod
     def states(
@@ -97,14 +96,14 @@ class Linear(Rule):
         return cast("Tensor", exclusive_scan(added, first, starts))
 
     @staticmethod
-    def read(q: Tensor, local: Tensor, weight: Tensor, memory: Memory) -> Tensor:
-        """As `Rule.read`; `weight` is the gate before the sigmoid, [H]."""
+    def read(q: Tensor, local: Tensor, read_weight: Tensor, memory: Memory) -> Tensor:
+        """As `Rule.read`; `read_weight` is before the sigmoid, [H]."""
         kv, norm = memory.kv, cast("Tensor", memory.norm)
         with torch.autocast(q.device.type, enabled=False):
             features = grouped_rows(feature_map(q), kv)
             mass = (features @ norm.unsqueeze(-1)).view(*q.shape[:3], 1)
             nonempty = mass > EMPTY_MASS
-            share = nonempty * weight.to(norm.dtype).sigmoid().view(-1, 1, 1)
+            share = nonempty * read_weight.to(norm.dtype).sigmoid().view(-1, 1, 1)
             read = (features @ kv).view_as(q) * (share / torch.where(nonempty, mass, 1.0))
             return (local * (1.0 - share) + read).to(local.dtype)
 

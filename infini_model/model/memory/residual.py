@@ -6,10 +6,10 @@ What is read is normed, weighed and added to the local attention:
     out     = A_local + w ⊙ RMSNorm(φ(Q) S)
     S       ← e^g S + β φ(k)ᵀ v                             for each token of the segment
 
-The gates say what is worth keeping: β, how much of its value a token writes, and g ≤ 0, by which it
-lets what is older fade (Gated DeltaNet, arXiv 2412.06464). What is left before a segment is a
-product over the segments before it, so the memory is still a sum, each part multiplied by what the
-later segments keep.
+The gates say what is worth keeping: β (`write_share`), how much of its value a token writes, and
+g ≤ 0 (`log_keep`), the logarithm of what it keeps of what is older (Gated DeltaNet, arXiv
+2412.06464). What is left before a segment is a product over the segments before it, so the memory
+is still a sum, each part multiplied by what the later segments keep.
 
 With w = 0, out = A_local exactly: so a pretrained Llama begins as the Llama that it was.
 """
@@ -38,7 +38,7 @@ class Residual(Rule):
     """A memory whose read is added to the local attention, by a weight that starts at 0."""
 
     parameter_names = ("memory_weight", "memory_write_gate", "memory_forget_gate")
-    weight_kind, weight_dims = "weight", 2
+    read_weight_dims = 2
     features = 2
     is_gated = True
     pretrained_shift = 0.5
@@ -57,9 +57,9 @@ class Residual(Rule):
         }
 
     @staticmethod
-    def strength(weight: Tensor) -> Tensor:
+    def strength(read_weight: Tensor) -> Tensor:
         """The root mean square of w over the width of a head."""
-        return weight.float().square().mean(1).sqrt()
+        return read_weight.float().square().mean(1).sqrt()
 
     @staticmethod
     def moved(strength: float, config: ModelConfig) -> float:  # noqa: ARG004
@@ -67,7 +67,7 @@ class Residual(Rule):
         return strength
 
     def token_gates(self, x: Tensor) -> Tensor:
-        """β = sigmoid(W x + 2.2) and g = −softplus(W' x − 9) of `x` [B, T, hidden].
+        """`write_share` sigmoid(W x + 2.2) and `log_keep` −softplus(W' x − 9) of x [B, T, hidden].
 
         Returns:
             [B, H_kv, T, 2], float32 (float64 for float64).
@@ -75,8 +75,9 @@ class Residual(Rule):
         weights = torch.cat((self.memory_write_gate, self.memory_forget_gate))
         product = functional.linear(x, as_operand(weights, x)).to(memory_dtype(x.dtype))
         writing, forgetting = product.transpose(1, 2).chunk(2, dim=1)
-        scale = (writing + WRITE_START).sigmoid()
-        return torch.stack((scale, -functional.softplus(forgetting + FORGET_START)), dim=-1)
+        write_share = (writing + WRITE_START).sigmoid()
+        log_keep = -functional.softplus(forgetting + FORGET_START)
+        return torch.stack((write_share, log_keep), dim=-1)
 
     @classmethod
     def states(
@@ -87,21 +88,21 @@ class Residual(Rule):
         first: Memory,
         starts: Tensor | None,
     ) -> Memory:
-        """As `Rule.states`; without `gates`, β = 1 and g = 0."""
+        """As `Rule.states`; without `gates`, `write_share` is 1 and `log_keep` is 0."""
         if gates is None:
-            scale, kept = keys.new_ones(keys.shape[:-1], dtype=first.kv.dtype), None
+            left, kept = keys.new_ones(keys.shape[:-1], dtype=first.kv.dtype), None
         else:
-            scale, fading = gates.unbind(-1)
+            write_share, log_keep = gates.unbind(-1)
             # What is left of what a token writes is what the later ones of its segment keep.
-            scale, kept = scale * _sums_of_later(fading).exp(), fading.sum(-1).exp()
-        sums = residual_sums(*(x.flatten(0, 1) for x in (keys, values, scale)))
+            left, kept = write_share * _sums_of_later(log_keep).exp(), log_keep.sum(-1).exp()
+        sums = residual_sums(*(x.flatten(0, 1) for x in (keys, values, left)))
         added = sums.view(*keys.shape[:2], *sums.shape[1:])
         return Memory(exclusive_scan(added, first.kv, starts, kept), None)
 
     @staticmethod
-    def read(q: Tensor, local: Tensor, weight: Tensor, memory: Memory) -> Tensor:
-        """As `Rule.read`; `weight` is w, [H, D]."""
-        return residual_read(q, local, weight, memory.kv)
+    def read(q: Tensor, local: Tensor, read_weight: Tensor, memory: Memory) -> Tensor:
+        """As `Rule.read`; `read_weight` is w, [H, D]."""
+        return residual_read(q, local, read_weight, memory.kv)
 
 
 def _sums_of_later(x: Tensor) -> Tensor:

@@ -90,9 +90,8 @@ class Rule(nn.Module):
     """The memory of one layer: its parameters, what a segment writes and what a query reads.
 
     Attributes:
-        parameter_names: The rule's own parameters; the first weighs what is read.
-        weight_kind: What the first is called in metrics.
-        weight_dims: 1 if it is [H], 2 if it is [H, D].
+        parameter_names: The rule's own parameters; the first is the `read_weight`.
+        read_weight_dims: 1 if that is [H], 2 if it is [H, D].
         features: Width of a key's features, in widths of a head.
         is_normalised: Whether the memory has a `norm`.
         is_gated: Whether each token has gates.
@@ -102,8 +101,7 @@ class Rule(nn.Module):
     """
 
     parameter_names: ClassVar[tuple[str, ...]]
-    weight_kind: ClassVar[str]
-    weight_dims: ClassVar[int] = 1
+    read_weight_dims: ClassVar[int] = 1
     features: ClassVar[int] = 1
     is_normalised: ClassVar[bool] = False
     is_gated: ClassVar[bool] = False
@@ -125,7 +123,7 @@ class Rule(nn.Module):
             self.register_parameter(name, shift)
 
     @property
-    def weight(self) -> Tensor:
+    def read_weight(self) -> Tensor:
         """The parameter that weighs what is read."""
         return self.get_parameter(self.parameter_names[0])
 
@@ -135,8 +133,8 @@ class Rule(nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def strength(weight: Tensor) -> Tensor:
-        """Return how much each head reads, [H], from the parameter that weighs what is read."""
+    def strength(read_weight: Tensor) -> Tensor:
+        """Return how much each head reads, [H], with such a `read_weight`."""
         raise NotImplementedError
 
     @staticmethod
@@ -219,7 +217,7 @@ class Rule(nn.Module):
         if not keep_state:  # nothing reads what the last segment would write
             written = min(written, local.size(1) - 1)
         out, after = self.over_segments(
-            *(queries, local, self.weight, keys, values, gates, memory, starts), full=written
+            *(queries, local, self.read_weight, keys, values, gates, memory, starts), full=written
         )
         if not keep_state:
             return out, None
@@ -272,7 +270,7 @@ class Rule(nn.Module):
             last_query = torch.where(starts, q[:, :, 0], last_query.to(q.dtype))
             queries = self.shift_queries(q, last_query, None)
             last_query = update.newest(q, last_query)
-        out, memory = self.read(queries, local, self.weight, state.memory), state.memory
+        out, memory = self.read(queries, local, self.read_weight, state.memory), state.memory
         if update.completes is not None:
             completes = update.completes
 
@@ -330,7 +328,7 @@ class Rule(nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def read(q: Tensor, local: Tensor, weight: Tensor, memory: Memory) -> Tensor:
+    def read(q: Tensor, local: Tensor, read_weight: Tensor, memory: Memory) -> Tensor:
         """The local attention with what the memory adds to it.
 
         Where the memory is empty the result is exactly `local`.
@@ -338,7 +336,7 @@ class Rule(nn.Module):
         Args:
             q: Queries without rotary embedding, [N, H, L, D].
             local: Local attention, of the shape and dtype of `q`.
-            weight: The parameter that weighs what is read.
+            read_weight: The parameter that weighs what is read.
             memory: Of N rows; query head h reads key-value head h // (H / H_kv).
 
         Returns:
@@ -358,7 +356,7 @@ class Rule(nn.Module):
         cls,
         q: Tensor,
         local: Tensor,
-        weight: Tensor,
+        read_weight: Tensor,
         keys: Tensor,
         values: Tensor,
         gates: Tensor | None,
@@ -372,7 +370,7 @@ class Rule(nn.Module):
         Args:
             q: Queries [n · B, H, T, D]; row i reads the memory of row i mod B.
             local: The attention of the window, [n · B, S, H, L, D].
-            weight: The parameter that weighs what is read.
+            read_weight: The parameter that weighs what is read.
             keys: [B, H_kv, T, D].
             values: Of the shape of `keys`.
             gates: [B, H_kv, T, 2], as in `states`.
@@ -398,7 +396,7 @@ class Rule(nn.Module):
         states = cls.states(cut(keys), cut(values), by_segment, first, starts)
         before = states.map(lambda x: x[:, : local.size(1)].flatten(0, 1))
         reading, near = (_by_memory(x, rows) for x in (segmented(q, length), local))
-        out = cls.read(reading, near, weight, before)
+        out = cls.read(reading, near, read_weight, before)
         return _by_stream(out, rows, local), states.map(lambda x: x[:, -1])
 
 

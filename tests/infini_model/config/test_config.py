@@ -190,26 +190,26 @@ DIFFUSION = {"training": {"objective": "block_diffusion"}}
 
 
 @pytest.mark.parametrize(
-    ("given", "gates"),
+    ("given", "start"),
     [
         ({}, -2.0),
         (DIFFUSION, -2.0),
         (DIFFUSION | {"model": {"memory": "linear"}}, 0.0),
-        (DIFFUSION | {"model": {"memory": "delta", "gate_start": -1.0}}, -1.0),
+        (DIFFUSION | {"model": {"memory": "delta", "read_weight_start": -1.0}}, -1.0),
         (DIFFUSION | {"model": WEIGHTS | {"memory": "linear"}}, -2.0),
     ],
 )
-def test_gates_start_open_where_only_memory_shows_the_past(
-    given: dict[str, Any], gates: float
+def test_read_weights_start_large_where_only_memory_shows_the_past(
+    given: dict[str, Any], start: float
 ) -> None:
-    assert load_config(overrides=[given]).model.gate_start == gates
+    assert load_config(overrides=[given]).model.read_weight_start == start
 
 
-def test_a_residual_memory_has_no_gates_to_start() -> None:
+def test_a_residual_memory_has_no_start_to_set() -> None:
     config = load_config(overrides=["model.memory=residual"])
     assert load_config(overrides=[config.model_dump(mode="json")]) == config
-    with pytest.raises(ConfigError, match=r"model: gate_start: memory=residual has no gates"):
-        load_config(overrides=["model.memory=residual", "model.gate_start=-1"])
+    with pytest.raises(ConfigError, match=r"model: read_weight_start: memory=residual starts at 0"):
+        load_config(overrides=["model.memory=residual", "model.read_weight_start=-1"])
 
 
 @pytest.mark.parametrize("output_dir", ["s3://bucket/team", "here", None])

@@ -36,10 +36,12 @@ def draw(batch, heads, kv_heads, tokens, dim, seed=0, dtype=torch.float64):
     return q, k, v, normal(heads), keys, generator
 
 
-def weighed(update, q, gate):
-    """What an update takes in the place of `gate`."""
+def weighed(update, q, read_weight):
+    """What an update takes in the place of `read_weight`."""
     return (
-        gate[:, None] * torch.linspace(-1, 1, q.size(3)).to(gate) if update == "residual" else gate
+        read_weight[:, None] * torch.linspace(-1, 1, q.size(3)).to(read_weight)
+        if update == "residual"
+        else read_weight
     )
 
 
@@ -48,7 +50,7 @@ def cases(draw_one):
     kv_heads = draw_one(st.integers(1, 2))
     length = draw_one(st.integers(1, 5))
     tokens = draw_one(st.integers(1, 4 * length + 2))
-    q, k, v, gate, keys, generator = draw(
+    q, k, v, read_weight, keys, generator = draw(
         draw_one(st.integers(1, 2)),
         kv_heads * draw_one(st.integers(1, 3)),
         kv_heads,
@@ -89,7 +91,7 @@ def cases(draw_one):
     own = {"memory_keys": memory_keys, "memory_values": written, "memory_queries": queries}
     own["memory_gates"] = gates
     return (
-        (q, k, v, weighed(update, q, gate)),
+        (q, k, v, weighed(update, q, read_weight)),
         length,
         rope,
         memory,
@@ -153,25 +155,28 @@ def test_equals_the_paper_with_all_gradients(case):
 
 
 def test_one_segment_is_local_attention_exactly():
-    q, k, v, gate, *_ = draw(2, 4, 2, 8, 4, dtype=torch.float32)
-    out, _ = infini_attention(q, k, v, gate, segment_length=8)
+    q, k, v, read_weight, *_ = draw(2, 4, 2, 8, 4, dtype=torch.float32)
+    out, _ = infini_attention(q, k, v, read_weight, segment_length=8)
     assert torch.equal(out, local_attention(q, k, v))
-    longer, _ = infini_attention(q, k, v, gate, segment_length=20)
+    longer, _ = infini_attention(q, k, v, read_weight, segment_length=20)
     assert torch.equal(out, longer)
 
 
 @EACH
 def test_tokens_after_a_document_start_are_independent_of_those_before(update):
-    q, k, v, gate, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
+    q, k, v, read_weight, *_ = draw(2, 2, 1, 24, 4, dtype=torch.float32)
     k[:, :, :12] = float("inf")  # even non-finite values do not reach past it
     v[:, :, :12] = float("nan")
-    document_starts, gate = torch.zeros(2, 6, dtype=torch.bool), weighed(update, q, gate)
+    document_starts, read_weight = (
+        torch.zeros(2, 6, dtype=torch.bool),
+        weighed(update, q, read_weight),
+    )
     document_starts[:, 3] = True
     out, memory = infini_attention(
-        q, k, v, gate, segment_length=4, document_starts=document_starts, update=update
+        q, k, v, read_weight, segment_length=4, document_starts=document_starts, update=update
     )
     alone, memory_alone = infini_attention(
-        *(x[:, :, 12:] for x in (q, k, v)), gate, segment_length=4, update=update
+        *(x[:, :, 12:] for x in (q, k, v)), read_weight, segment_length=4, update=update
     )
     torch.testing.assert_close(out[:, :, 12:], alone)
     torch.testing.assert_close(memory, memory_alone)
@@ -179,10 +184,10 @@ def test_tokens_after_a_document_start_are_independent_of_those_before(update):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_residual_memory_that_is_empty_or_weighs_nothing_changes_no_bit(dtype):
-    q, k, v, gate, *_ = draw(1, 4, 2, 20, 8, dtype=dtype)
-    weight = weighed("residual", q, gate)
+    q, k, v, read_weight, *_ = draw(1, 4, 2, 20, 8, dtype=dtype)
+    weight = weighed("residual", q, read_weight)
     everywhere = torch.ones(1, 5, dtype=torch.bool)
-    local, _ = infini_attention(q, k, v, gate, segment_length=4, document_starts=everywhere)
+    local, _ = infini_attention(q, k, v, read_weight, segment_length=4, document_starts=everywhere)
     out, _ = infini_attention(q, k, v, weight * 0, segment_length=4, update="residual")
     assert torch.equal(out, local)
     out, _ = infini_attention(q, k, v, weight, segment_length=4, update="residual")
@@ -206,10 +211,10 @@ def test_finite_whatever_the_magnitude(dtype, update):
         (-22.0, -20.0),
         (-18.0, -20.0),
     ):
-        q, k, v, gate, *_ = draw(1, 2, 1, 12, 4, dtype=dtype)
+        q, k, v, read_weight, *_ = draw(1, 2, 1, 12, 4, dtype=dtype)
         leaves = [(x + shift).requires_grad_() for x, shift in ((q, query), (k, key), (v, 0))]
-        gate = weighed(update, q, gate)
-        out, memory = infini_attention(*leaves, gate, segment_length=4, update=update)
+        read_weight = weighed(update, q, read_weight)
+        out, memory = infini_attention(*leaves, read_weight, segment_length=4, update=update)
         assert out.dtype == dtype
         assert {x.dtype for x in memory.parts} == {torch.float32}
         gradients = torch.autograd.grad(out.float().sum(), leaves)
@@ -218,8 +223,8 @@ def test_finite_whatever_the_magnitude(dtype, update):
 
 @EACH
 def test_autocast_changes_no_bit(update):
-    *leaves, gate, _, _ = draw(1, 2, 1, 12, 4, dtype=torch.bfloat16)
-    leaves, results = [*leaves, weighed(update, leaves[0], gate)], []
+    *leaves, read_weight, _, _ = draw(1, 2, 1, 12, 4, dtype=torch.bfloat16)
+    leaves, results = [*leaves, weighed(update, leaves[0], read_weight)], []
     for enabled in (False, True):
         inputs = [x.clone().requires_grad_() for x in leaves]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -230,9 +235,9 @@ def test_autocast_changes_no_bit(update):
 
 
 def test_delta_is_the_papers_rule_where_the_memory_outweighs_the_segment():
-    q, k, v, gate, *_ = draw(1, 1, 1, 6, 4)
+    q, k, v, read_weight, *_ = draw(1, 1, 1, 6, 4)
     held = Memory(torch.linspace(-1, 1, 16).double().view(1, 1, 4, 4), q.new_full((1, 1, 4), 99.0))
-    _, after = infini_attention(q, k, v, gate, segment_length=3, memory=held, update="delta")
+    _, after = infini_attention(q, k, v, read_weight, segment_length=3, memory=held, update="delta")
     m, z = held.kv[0, 0], held.norm[0, 0]
     for here in (slice(0, 3), slice(3, 6)):
         sigma = functional.elu(k[0, 0, here]) + 1
@@ -254,13 +259,13 @@ def test_feature_map_is_precise_in_value_and_gradient():
 @pytest.mark.parametrize(("tokens", "length"), [(16, 7), (302, 150), (3, 8)])
 def test_longer_segments_equal_the_paper(causal, tokens, length):
     """With a memory and with one that is emptied everywhere; the last segments are not full."""
-    q, k, v, gate, *_ = draw(2, 4, 2, tokens, 8)
+    q, k, v, read_weight, *_ = draw(2, 4, 2, tokens, 8)
     rope = tuple(table.double() for table in rope_tables(length, 8, 100.0))
     settings = {"segment_length": length, "rope": rope, "causal": causal}
     everywhere = torch.ones(2, -(-tokens // length), dtype=torch.bool)
     for settings["document_starts"] in (None, everywhere):
-        ours, _ = infini_attention(q, k, v, gate, **settings)
-        exact, _ = attention_by_segment(q, k, v, gate, **settings)
+        ours, _ = infini_attention(q, k, v, read_weight, **settings)
+        exact, _ = attention_by_segment(q, k, v, read_weight, **settings)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
@@ -270,10 +275,10 @@ def test_longer_segments_equal_the_paper(causal, tokens, length):
 def test_kernels_of_a_gpu_equal_the_paper(gpu, backend, causal):
     if backend == "flash":
         pytest.importorskip("flash_attn")
-    q, k, v, gate, *_ = draw(2, 4, 4, 128, 64, dtype=torch.bfloat16)
+    q, k, v, read_weight, *_ = draw(2, 4, 4, 128, 64, dtype=torch.bfloat16)
     on_gpu = (x.to(gpu) for x in (q, k, v))
     ours = local_attention(*on_gpu, backend=backend, causal=causal)
-    wide = (x.double() for x in (q, k, v, gate))
+    wide = (x.double() for x in (q, k, v, read_weight))
     exact, _ = attention_by_segment(*wide, segment_length=128, causal=causal)
     torch.testing.assert_close(ours.double().cpu(), exact, rtol=0.02, atol=0.02)
 
@@ -335,10 +340,10 @@ def test_grouped_heads_in_float32_compute_no_scores_of_all_pairs(gpu):
 def test_a_million_tokens_drift_less_than_a_thousandth(update):
     length, chunk, chunks = 64, 1 << 15, 32
     generator = torch.Generator().manual_seed(0)
-    gate, memory, exact = torch.ones(1), None, None
+    read_weight, memory, exact = torch.ones(1), None, None
     for _ in range(chunks):
         q, k, v = (torch.randn(1, 1, chunk, 4, generator=generator) for _ in range(3))
-        weight = weighed(update, q, gate)
+        weight = weighed(update, q, read_weight)
         out, memory = infini_attention(
             q, k, v, weight, segment_length=length, memory=memory, update=update
         )
@@ -351,7 +356,7 @@ def test_a_million_tokens_drift_less_than_a_thousandth(update):
     assert chunk * chunks >= 1_000_000
 
 
-Q, K, V, GATE = draw(2, 4, 2, 6, 8, dtype=torch.float32)[:4]
+Q, K, V, READ_WEIGHT = draw(2, 4, 2, 6, 8, dtype=torch.float32)[:4]
 EMPTY = RULES["linear"].empty(2, 2, 8, dtype=torch.float32, device=torch.device("cpu"))
 
 
@@ -373,11 +378,11 @@ EMPTY = RULES["linear"].empty(2, 2, 8, dtype=torch.float32, device=torch.device(
             "memory.kv: expected dtype torch.float32, got torch.bfloat16",
             {"memory": EMPTY.map(torch.Tensor.bfloat16)},
         ),
-        (ValueError, r"gate: expected shape \[4, 8\], got \[4\]", {"update": "residual"}),
+        (ValueError, r"read_weight: expected shape \[4, 8\], got \[4\]", {"update": "residual"}),
         (
             ValueError,
             "memory: does not belong to update 'residual'",
-            {"update": "residual", "gate": Q[0, :, 0], "memory": EMPTY},
+            {"update": "residual", "read_weight": Q[0, :, 0], "memory": EMPTY},
         ),
         (ValueError, "memory_gates: not with update 'linear'", {"memory_gates": K[..., :2]}),
         (ConfigError, "got 'flash', which needs a GPU; on cpu it takes auto", {"backend": "flash"}),
@@ -389,7 +394,7 @@ EMPTY = RULES["linear"].empty(2, 2, 8, dtype=torch.float32, device=torch.device(
     ],
 )
 def test_bad_input_is_named(error, message, change):
-    arguments = {"q": Q, "k": K, "v": V, "gate": GATE, "segment_length": 4} | change
+    arguments = {"q": Q, "k": K, "v": V, "read_weight": READ_WEIGHT, "segment_length": 4} | change
     with pytest.raises(error, match=message):
         infini_attention(**arguments)
 
@@ -397,10 +402,12 @@ def test_bad_input_is_named(error, message, change):
 @EACH
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_pass_on_several_threads_repeats_its_bits(update, threads):
-    q, k, v, gate, keys, _ = draw(2, 4, 2, 512, 32, dtype=torch.float32)
+    q, k, v, read_weight, keys, _ = draw(2, 4, 2, 512, 32, dtype=torch.float32)
 
     def gradients():
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, weighed(update, q, gate), keys)]
+        leaves = [
+            x.clone().requires_grad_() for x in (q, k, v, weighed(update, q, read_weight), keys)
+        ]
         *inputs, memory_keys = leaves
         out, _ = infini_attention(
             *inputs, segment_length=64, update=update, memory_keys=memory_keys

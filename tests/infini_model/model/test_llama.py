@@ -41,8 +41,8 @@ def rounding(window):
     return 1e-6 if any(window) else 1e-10
 
 
-def test_gates_start_where_the_settings_say_and_key_shifts_at_one_half():
-    model = InfiniLlama(tiny_config(memory="linear", gate_start=0.0))
+def test_read_weights_start_where_the_settings_say_and_key_shifts_at_one_half():
+    model = InfiniLlama(tiny_config(memory="linear", read_weight_start=0.0))
     assert [heads.tolist() for heads in model.read_strengths()] == [[0.5] * 4] * 2
     assert model.get_parameter("model.layers.0.self_attn.memory.memory_key_shift").tolist() == [
         0.5,

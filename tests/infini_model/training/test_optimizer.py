@@ -13,24 +13,24 @@ from infini_model.training.optimizer import learning_rate_share, make_optimizer,
 def test_every_parameter_has_one_rate_and_only_matrices_decay():
     model = tiny_model()
     config = TrainingConfig(
-        weight_decay=0.3, learning_rate=1e-3, gate_learning_rate=1e-2, warmup_steps=4
+        weight_decay=0.3, learning_rate=1e-3, memory_learning_rate=1e-2, warmup_steps=4
     )
     optimizer = make_optimizer(model, config)
     names = {id(p): name for name, p in model.named_parameters()}
     grouped = {g["name"]: [names[id(p)] for p in g["params"]] for g in optimizer.param_groups}
     assert sorted(itertools.chain(*grouped.values())) == sorted(names.values())
-    assert all(name.endswith(MEMORY_PARAMETERS) for name in grouped["gates"])
+    assert all(name.endswith(MEMORY_PARAMETERS) for name in grouped["memory"])
     # The weight, both gates and the key shift of two layers.
-    assert len(grouped["gates"]) == 8
+    assert len(grouped["memory"]) == 8
     assert "lm_head.weight" in grouped["decay"]
     assert "model.layers.0.mlp.gate_proj.weight" in grouped["decay"]
     assert "model.embed_tokens.weight" in grouped["no decay"]
     assert "model.norm.weight" in grouped["no decay"]
     decays = {g["name"]: g["weight_decay"] for g in optimizer.param_groups}
-    assert decays == {"decay": 0.3, "no decay": 0.0, "gates": 0.0}
+    assert decays == {"decay": 0.3, "no decay": 0.0, "memory": 0.0}
     assert set_learning_rate(optimizer, 2, config) == pytest.approx(5e-4)
     rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rates == pytest.approx({"decay": 5e-4, "no decay": 5e-4, "gates": 5e-3})
+    assert rates == pytest.approx({"decay": 5e-4, "no decay": 5e-4, "memory": 5e-3})
 
 
 @given(

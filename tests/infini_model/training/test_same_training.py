@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    # The gates get no gradient.
+    # The memory's parameters get no gradient.
     "one segment": Kind("ddp", ONE_SEGMENT | RECOMPUTED),
     "one segment, tied": Kind("fsdp", ONE_SEGMENT | {"model": {"tie_word_embeddings": True}}),
     "documents": Kind("ddp", {"packing": {"mode": "document"}}),

@@ -38,7 +38,11 @@ from infini_model.training.tracking import Follower, TensorBoardExporter
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
 end_record = functools.partial(mlflow_record.end_record, timeout_seconds=PATIENCE)
-NAMES = ("train/loss", "train/grad_norm", *(f"memory/layer_{i}/gate_mean" for i in range(10)))
+NAMES = (
+    "train/loss",
+    "train/grad_norm",
+    *(f"memory/layer_{i}/read_weight_mean" for i in range(10)),
+)
 
 
 def write(run_dir, steps, resumed_step=None):

@@ -23,7 +23,7 @@ from infini_model.training.validation import PROBE_WINDOWS, MemoryProbe
 
 AT_VALIDATION = {
     *(f"memory/probe_{name}" for name in ("loss", "loss_without_memory", "gain", "gain_error")),
-    *(f"memory/layer_{n}/weight_{name}" for n in range(2) for name in ("mean", "min", "max")),
+    *(f"memory/layer_{n}/read_weight_{name}" for n in range(2) for name in ("mean", "min", "max")),
 }
 BLOCKS = {"objective": "block_diffusion"}
 
@@ -46,7 +46,10 @@ def test_the_metrics_of_the_memory_are_recorded_and_change_no_bit(
     # Its weights are 0 at first.
     gains = [line["memory/probe_gain"] for line in validations]
     assert gains[0] == 0 != gains[-1]
-    assert [line["memory/layer_1/weight_max"] > 0 for line in validations] == [False, *[True] * 3]
+    assert [line["memory/layer_1/read_weight_max"] > 0 for line in validations] == [
+        False,
+        *[True] * 3,
+    ]
 
     monkeypatch.setattr(loop, "MemoryReports", lambda setup: Callback())
     train(config, dataset, alone)
@@ -87,20 +90,20 @@ def test_the_loss_by_segment_and_the_probe_are_what_they_say(dataset, make_confi
 
 
 LINEAR = {"memory": "linear"}
-STUCK = {"gate_learning_rate": 1e-9}
+STUCK = {"memory_learning_rate": 1e-9}
 
 
 @pytest.fixture
 def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
     """The warnings of a training that validates after 12 steps."""
 
-    def run(*callbacks, settled=10, context_length=64, gate_learning_rate=1e-2, **model):
+    def run(*callbacks, settled=10, context_length=64, memory_learning_rate=1e-2, **model):
         monkeypatch.setattr(validation, "SETTLED_STEPS", settled)
         config = make_config(
             model=make_config().model.model_dump() | model,
             packing={"context_length": context_length},
             training={
-                "gate_learning_rate": gate_learning_rate,
+                "memory_learning_rate": memory_learning_rate,
                 "max_steps": 16,
                 "batch_size": 2,
             },
@@ -121,7 +124,10 @@ def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
         ({}, []),
         (STUCK | {"settled": 100}, []),
         ({"context_length": 16}, ["make packing.context_length several times mod"]),
-        (STUCK, ["At step 12: The memory's weights are still at 0 after 12 steps. Raise"]),
+        (
+            STUCK,
+            ["At step 12: All read weights are still where they started after 12 steps. Raise"],
+        ),
     ],
     ids=["fine", "young", "one segment", "weights"],
 )
@@ -130,15 +136,15 @@ def test_a_memory_that_is_of_no_use_is_warned_of(warned, settings, expected):
         assert words in warning
 
 
-def test_gates_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
-    settings = STUCK | LINEAR | {"gate_start": -1.0}
+def test_read_weights_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
+    settings = STUCK | LINEAR | {"read_weight_start": -1.0}
     (warning,) = warned(StopAfter(14), **settings)
-    assert "All gates are still at model.gate_start=-1 after 12 steps." in warning
+    assert "All read weights are still where they started after 12 steps." in warning
     assert warned(**settings) == []  # resumed: it was said
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
     recorded = [of_memory(line) for line in read_metrics(tmp_path / "run") if of_memory(line)]
-    assert recorded == [{name.replace("weight", "gate") for name in AT_VALIDATION}] * 3
-    mean = curve(tmp_path / "run", "memory/layer_1/gate_mean")[12]
+    assert recorded == [AT_VALIDATION] * 3
+    mean = curve(tmp_path / "run", "memory/layer_1/read_weight_mean")[12]
     assert mean == pytest.approx(1 / (1 + math.e), abs=0.01)
 
 

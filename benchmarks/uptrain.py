@@ -88,7 +88,7 @@ REAL: dict[str, Any] = {
     "tracking": {"mlflow": False, "tensorboard": False},
 }
 # One step that changes nothing, so that what is not trained is scored in the same way.
-STILL: dict[str, Any] = {"learning_rate": 1e-12, "gate_learning_rate": 1e-12, "warmup_steps": 0}
+STILL: dict[str, Any] = {"learning_rate": 1e-12, "memory_learning_rate": 1e-12, "warmup_steps": 0}
 IN_SIGHT: dict[str, Any] = {"memory": "none", "window_segments": 1, "window_sinks": 4}
 REAL_LORA: dict[str, Any] = {"learning_rate": 2e-4, "lora": {"r": 16, "target_modules": ALL}}
 NO_SINKS = "the segment before in sight, untrained"

@@ -2,7 +2,8 @@
 
 Each runs as a separate process, in turns. `training` is the training as users run it: loader,
 schedule, checks, `metrics.jsonl`, TensorBoard, MLflow, and one checkpoint among the timed steps;
-`plain loop` takes the same steps on one batch and does nothing else. Timing excludes the validation
+`plain loop` takes the same steps on one batch and does nothing else; `with a window` is the
+training where each segment sees the one before it. Timing excludes the validation
 at either end and the first steps, during which MLflow is imported and connected. Then the same
 training runs with one thread per process, in one process and in several.
 
@@ -35,9 +36,10 @@ from infini_model.training.optimizer import make_optimizer
 
 PRESET = "quickstart"
 OURS, PLAIN = "training", "plain loop"
+WINDOWED = "with a window"
 ONE = "1 process of 1 thread"
 CHECKPOINTS, ONE_STEP = "steps between checkpoints", "step with a checkpoint"
-TARGETS = {PLAIN: 0.97, CHECKPOINTS: 0.99, ONE_STEP: 0.99}
+TARGETS = {PLAIN: 0.97, WINDOWED: 0.87, CHECKPOINTS: 0.99, ONE_STEP: 0.99}
 MEBIBYTE = 1 << 20
 # Steps of the plain loop that exclude one-time compilation, autotuning and allocation.
 WARM_UP = 3
@@ -96,10 +98,13 @@ class Measured:
         self._options = options
         self._file = folder / "config.yaml"
         self._file.write_text(dump_config(self.config), encoding="utf-8")
+        self._windowed = folder / "windowed.yaml"
+        windowed = self.config.updated(model={"window_segments": 1})
+        self._windowed.write_text(dump_config(windowed), encoding="utf-8")
         corpus = download(self.config.data, folder)
         build_dataset(corpus, self.config.data, folder)
         self.many = f"{options.processes} processes of 1 thread each"
-        names = (OURS, PLAIN, ONE, self.many)
+        names = (OURS, PLAIN, WINDOWED, ONE, self.many)
         self.timings: dict[str, list[Timing]] = {name: [] for name in names}
 
     def peers(self) -> dict[str, Callable[[], float]]:
@@ -109,6 +114,7 @@ class Measured:
         peers = {
             OURS: lambda: self._training(OURS, []),
             PLAIN: self._plain_loop,
+            WINDOWED: lambda: self._training(WINDOWED, []),
             ONE: lambda: self._training(ONE, [], threads=1),
             self.many: lambda: self._training(self.many, torchrun, threads=1),
         }
@@ -119,7 +125,8 @@ class Measured:
     def _training(self, name: str, launcher: list[str], threads: int | None = None) -> float:
         run_dir = self.config.run.runs_dir / f"{name} {len(self.timings[name])}"
         datasets = self.config.run.datasets_dir / "latest"
-        arguments = ["--config", self._file, "--dataset", datasets, "--run-dir", run_dir]
+        file = self._windowed if name == WINDOWED else self._file
+        arguments = ["--config", file, "--dataset", datasets, "--run-dir", run_dir]
         ended = run([*launcher, "-m", "infini_model.training", *map(str, arguments)], threads)
         steps = [line for line in read_metrics(run_dir) if "train/loss" in line]
         timed = steps[self._options.skip :]
@@ -190,6 +197,7 @@ def ratios_of(
     steps = [(each.seconds / options.steps, each.stall_seconds) for each in measured.timings[OURS]]
     found = {
         PLAIN: speed_ratio(seconds[OURS], seconds[PLAIN]),
+        WINDOWED: speed_ratio(seconds[WINDOWED], seconds[OURS]),
         CHECKPOINTS: spread([between * step / (between * step + stall) for step, stall in steps]),
         ONE_STEP: spread([step / (step + stall) for step, stall in steps]),
     }

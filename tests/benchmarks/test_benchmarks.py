@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from llamas import write_llama
 
 from benchmarks import gpu, passkey, recall
 from benchmarks.report import Ratio, publish, run, speed_ratio
@@ -35,6 +36,10 @@ TINY = {
     "scale": "--largest 10000 --turns 1",
     "tokenize": "--megabytes 0.3 --vocab-size 300 --turns 1",
     "uptrain": f"--only 'residual, LoRA' --pretraining-steps 2 --steps 8 --seeds 0 {KEPT} {SMALL}",
+    "uptrain --weights": (
+        f"{{folder}}/llama --context 1536 --only 'memory alone' --steps 1 --seeds 0 {KEPT} "
+        f"data.tokenizer.spec=bytes {SMALL.replace('packing.context_length=320 ', '')}"
+    ),
     "utilization": "--length 64 --segments 32 --hidden-size 32 --turns 1",
 }
 # They bind their process to one core, or change its environment.
@@ -52,7 +57,9 @@ def last_line(printed: str) -> dict[str, Any]:
 def test_it_ends_with_a_line_of_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    options = shlex.split(TINY[name].format(folder=tmp_path))
+    name, *options = shlex.split(f"{name} {TINY[name].format(folder=tmp_path)}")
+    if "--weights" in options:
+        write_llama(tmp_path / "llama")
     if name in APART:
         printed = run(["-m", f"benchmarks.{name}", *options], threads=1).printed
     else:

@@ -247,7 +247,7 @@ class Config(Section):
                 )
             lora = self.training.lora
             if lora and not (lora.target_modules + lora.modules_to_save) and model.memory == "none":
-                yield "training.lora: target_modules=[] trains the memory alone; model.memory=none"
+                yield "training.lora: target_modules=[] trains the memory alone, and there is none"
             return
         if self.data.tokenizer.spec == MODEL_SPEC:
             yield (

@@ -271,7 +271,7 @@ REFUSED = {
     "training.learning_rate=.nan": "training.learning_rate: got nan: input should be a",
     "training.lora={}": "training.lora: adapts model.initial_weights, which is not set",
     "training.lora.target_modules=[]; model={initial_weights: a, segment_length: 8,memory: none}": (
-        "training.lora: target_modules=[] trains the memory alone; model.memory=none"
+        "training.lora: target_modules=[] trains the memory alone, and there is none"
     ),
     "training.lora.target_modules=[wq]": "training.lora.target_modules.0: got 'wq': input should",
     "run.name=a/b": "run.name: got 'a/b': takes letters and digits",

@@ -109,7 +109,8 @@ def infini_attention(
         *(reading, local, read_weight, keys, written, memory_gates, memory, document_starts),
         full=tokens // segment_length,
     )
-    return out.transpose(1, 2).flatten(2, 3)[:, :, :tokens], after
+    # A copy: a view would keep the memories of all segments.
+    return out.transpose(1, 2).flatten(2, 3)[:, :, :tokens], after.map(Tensor.clone)
 
 
 def _expect(

@@ -45,7 +45,7 @@ def applied(config: Config, words: str) -> Config:
 
 def test_the_presets_fit_the_machines_that_their_first_lines_name() -> None:
     config = known("one-gpu")
-    assert round(estimate_memory(config, 1, "cuda").total / GIB) == 17
+    assert round(estimate_memory(config, 1, "cuda").total / GIB) == 18
     # Some of the 24 GiB are the CUDA context's.
     assert not Need.of(config, replace(ONE, gpu_bytes=23 * GIB)).shortage(KEPT)
     need = Need.of(known("production"), EIGHT)

@@ -87,7 +87,7 @@ def print_stages(file: Path) -> None:
     pa.array([0])  # for the first array Arrow imports pandas, where that is installed
     began, cpu_began, bytes_began = time.perf_counter(), cpu_seconds(), read_bytes()
     listing = STAGES["download"](config, argparse.Namespace())["listing"]
-    listed = argparse.Namespace(listing=Path(listing), previous=None)
+    listed = argparse.Namespace(listing=Path(listing))
     plan = STAGES["plan"](config, listed)
     if not plan["intact"]:
         STAGES["shard"](config, listed)

@@ -114,9 +114,9 @@ OPTIONS = {
     ),
     "no_gpu": Option("Use only the CPU.", used_by=_DEVICES, kind=bool),
     "batch_size": Option(
-        "Windows per process and micro-batch (preprocess: documents).",
+        "Windows per process and micro-batch.",
         key="training.batch_size",
-        used_by=(*_ESTIMATED, "preprocess"),
+        used_by=_ESTIMATED,
         kind=int | None,
     ),
     "gpu_device": Option(
@@ -277,15 +277,13 @@ def _data(given: Mapping[str, Any], command: str) -> Tree:
     return {"run": {"data_dir": folder}}
 
 
-def _single_keys(given: Mapping[str, Any], command: str) -> Iterator[Tree]:
+def _single_keys(given: Mapping[str, Any]) -> Iterator[Tree]:
     """What each option sets that is a short name for a key."""
     for name, option in OPTIONS.items():
         value: Any = given.get(name)
         key = option.key
         if key is None or value is None or (option.kind is bool and not value):
             continue
-        if name == "batch_size" and command == "preprocess":
-            key = "data.batch_size"
         if name == "fp16":
             value = "fp16" if value else "fp32"
         elif name == "tasks":
@@ -303,7 +301,7 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
     # What a run is evaluated with is its own, unless a preset is named.
     if not presets and given["config"] is None and command != "evaluate":
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
-    changes = [*_single_keys(given, command), _devices(given, command), _data(given, command)]
+    changes = [*_single_keys(given), _devices(given, command), _data(given, command)]
     words = list(given["overrides"] or ())
     if command == "compare":
         words, comparison = _comparison(words, sweep=given["sweep"])

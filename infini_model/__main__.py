@@ -55,7 +55,7 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.listing is None:
         return finished_dataset(config).model_dump(mode="json")
     listing = read_record(arguments.listing, Listing)
-    return plan_dataset(listing, config, previous=arguments.previous).model_dump(mode="json")
+    return plan_dataset(listing, config).model_dump(mode="json")
 
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +75,6 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         config.run.output_dir,
         datasets_dir=datasets_dir,
         store=store,
-        previous=arguments.previous,
         progress=write_progress,
     )
     name = manifest.folder_name
@@ -129,9 +128,6 @@ def main() -> int:
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON configuration")
     parser.add_argument("--listing", type=Path, help="plan, shard: file written by download")
-    parser.add_argument(
-        "--previous", help="plan, shard: dataset of the previous run of the schedule that this is"
-    )
     parser.add_argument("--dataset", type=Path, help="evaluate: dataset folder")
     parser.add_argument("--run-dir", type=Path, help="evaluate, weights: run folder")
     arguments = parser.parse_args()

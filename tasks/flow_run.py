@@ -132,32 +132,6 @@ def tagged(flow_run: FlowRun, kind: str) -> str | None:
     return None
 
 
-def dataset_before() -> str | None:
-    """The dataset of this deployment's run before this one, if a schedule has started this one.
-
-    None if a person or a program has, or there is no such dataset. A subflow goes by its
-    parent.
-    """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return None
-    with warn_on_error("dataset of the run before"), get_client(sync_client=True) as client:
-        top = _top(client, context.flow_run)
-        if top.auto_scheduled and top.deployment_id is not None:
-            wanted = {
-                "id": {"not_any_": [top.id]},
-                "deployment_id": {"any_": [top.deployment_id]},
-                "start_time": {"is_null_": False},
-            }
-            others = client.read_flow_runs(
-                flow_run_filter=FlowRunFilter.model_validate(wanted),
-                sort=FlowRunSort.START_TIME_DESC,
-            )
-            made = (tagged(each, "dataset") for each in others)
-            return next(filter(None, made), None)
-    return None
-
-
 def earlier_subflows(flow_name: str) -> list[FlowRun]:
     """The subflows of a flow that earlier attempts of the current flow run have begun."""
     context = FlowRunContext.get()

@@ -23,7 +23,7 @@ from infini_model.runtime.runs import dataset_here, find_run, is_started, read_r
 from infini_model.training.initial_weights import InitialWeights
 from tasks import artifacts
 from tasks.failures import failure_as_state
-from tasks.flow_run import attempt, current_owner, dataset_before
+from tasks.flow_run import attempt, current_owner
 from tasks.remote_stage import RemoteStage
 from tasks.stage import STAGE, run_stage, run_with_retries
 
@@ -176,7 +176,7 @@ def _plan(config: Config, listing: Path | None) -> Plan:
     Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
     `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
-    arguments = [] if listing is None else _arguments(listing)
+    arguments = [] if listing is None else ["--listing", str(listing)]
     plan = Plan.model_validate(run_stage("plan", config, config.stages.shard, *arguments))
     counts = [{"partitions": name, "count": getattr(plan, name)} for name in ("new", "reused")]
     description = f"What is new of the dataset {plan.folder.name}, and what is reused"
@@ -197,7 +197,7 @@ def _build(config: Config, listing: Path, plan: Plan) -> Dataset | State[Dataset
     planned = Dataset.planned(plan)
     if plan.intact:
         return Completed(name="Reused", message=f"{planned.place} is intact", data=planned)
-    made = run_stage("shard", config, config.stages.shard, *_arguments(listing))
+    made = run_stage("shard", config, config.stages.shard, "--listing", str(listing))
     if made["missing"]:
         return replace(planned, missing=made["missing"])
     dataset = Dataset(Path(made["folder"]), made["key"], made["address"], reused=False)
@@ -205,12 +205,6 @@ def _build(config: Config, listing: Path, plan: Plan) -> Dataset | State[Dataset
     if plan.fault is None:
         _announce(dataset, manifest)
     return dataset
-
-
-def _arguments(listing: Path) -> list[str]:
-    """What a stage is told of the source, and of what the same schedule made before."""
-    previous = dataset_before()
-    return ["--listing", str(listing), *(["--previous", previous] if previous else [])]
 
 
 def _show(dataset: Dataset) -> Manifest:

@@ -54,8 +54,26 @@ def _is_template(value: str) -> bool:
 Pairs = Annotated[
     bool,
     Field(
-        description="Whether each row is a prompt and its answer, instead of a text: the columns "
-        "prompt and answer (or completion), or messages, a list of objects with role and content."
+        description="Whether each row is a conversation, instead of a text: messages or "
+        "conversations, a list of objects with role and content, or a question and its answer, in "
+        "columns of usual names such as instruction, input and output."
+    ),
+]
+Learn = Annotated[
+    Literal["all", "last"],
+    Field(
+        description="What of a conversation is learned, if data.source.pairs: all messages of the "
+        "assistant, or the last one alone."
+    ),
+]
+Columns = Annotated[
+    list[NonEmpty],
+    takes(
+        "the column of the messages, or those of question and answer", lambda each: len(each) < 3
+    ),
+    Field(
+        description="Names of the columns of conversations, if data.source.pairs: that of the "
+        "messages, or those of the question and the answer. Empty (default) are the usual ones."
     ),
 ]
 Template = Annotated[
@@ -101,6 +119,8 @@ class FilesSource(Section):
     min_characters: NonNegativeInt = 0
     """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: Pairs = False
+    learn: Learn = "all"
+    columns: Columns = []
     template: Template = None
 
 
@@ -125,6 +145,8 @@ class HubSource(Section):
     """Shortest document to keep, in characters, applied after limit; 0 drops empty documents
     only."""
     pairs: Pairs = False
+    learn: Learn = "all"
+    columns: Columns = []
     template: Template = None
 
 
@@ -216,9 +238,6 @@ class DataConfig(Section):
     device: Device = "auto"
     """Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) or mixed (all
     GPUs and the remaining cores). The tokens are identical on all of them."""
-    batch_size: PositiveInt = 1 << 16
-    """Most documents to tokenise in one batch; a batch also ends at 8 MiB of text, unless it is a
-    single document."""
 
     def conflicts(self) -> Iterator[str]:
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):

@@ -21,7 +21,6 @@ from infini_model.data.datasets import (
     build_lock,
     dataset_key,
     make_manifest,
-    make_newest,
     register_build,
 )
 from infini_model.data.engines import Engine, make_engine
@@ -108,10 +107,10 @@ def requested_dataset(
         config,
         TokenizerStore(datasets_dir, store),
     )
-    if reading.template is not None:
+    if reading.conversations is not None:
         chat = tokenizer.chat(config.source.template)
         tokenizer.state_chat(chat)
-        reading = replace(reading, template=chat)
+        reading = replace(reading, conversations=replace(reading.conversations, template=chat))
     record = TokenizerRecord(
         spec=tokenizer.spec,
         vocab_size=tokenizer.vocab_size,
@@ -121,7 +120,7 @@ def requested_dataset(
         fingerprint=tokenizer.fingerprint,
         dtype=id_dtype(tokenizer.vocab_size).name,
     )
-    defaults = PartitionDefaults(reading, record, config.splits, config.batch_size)
+    defaults = PartitionDefaults(reading, record, config.splits)
     keyed = defaults.keyed(partitions)
     partition_keys = [each for each, _ in keyed]
     key = dataset_key(partition_keys)
@@ -144,15 +143,13 @@ def build_dataset(
     *,
     datasets_dir: Path | None = None,
     store: str | None = None,
-    previous: str | None = None,
     progress: OnProgress | None = None,
     make_engine: Callable[[DataConfig, Tokenizer], Engine] = make_engine,
 ) -> Manifest:
-    """Build `<datasets_dir>/<name>-<key>/`, or reuse it; `latest` then, as a rule, is this one.
+    """Build `<datasets_dir>/<name>-<key>/`, or reuse it; `latest` then is this one.
 
     `datasets_dir` defaults to `<output_dir>/datasets`. With `store`, the address of datasets that
-    machines share, partitions and dataset are made there, and the folder has no shards. What
-    `previous` does is what `make_newest` says.
+    machines share, partitions and dataset are made there, and the folder has no shards.
 
     An existing dataset is reused if it is intact; otherwise only the partitions that are missing or
     damaged are made. If two processes of a machine ask for the same dataset, one does the work.
@@ -181,10 +178,10 @@ def build_dataset(
                 wanted.defaults.tokenizer,
                 records,
                 time.monotonic() - began,
-                pairs=wanted.defaults.reading.template is not None,
+                conversations=wanted.defaults.reading.conversations is not None,
             )
             datasets.write(manifest, wanted.tokenizer)
-        make_newest(datasets, name, previous)
+        datasets.point_latest(name)
     _warn_of_separator(wanted, listing, manifest)
     if skipped := manifest.corpus.skipped:
         documents = "1 document is" if skipped == 1 else f"{skipped:,} documents are"
@@ -301,7 +298,7 @@ def _no_documents(
 def _skipped(wanted: RequestedDataset) -> str:
     """Which documents are skipped."""
     reading = wanted.defaults.reading
-    why = "empty" if reading.template is None else "without a prompt or an answer"
+    why = "empty" if reading.conversations is None else "without an answer"
     if reading.min_characters:
         why += f" or under data.source.min_characters {reading.min_characters}"
     if reading.errors == "skip":
@@ -326,10 +323,10 @@ class Plan(Record):
     fault: str | None = None
 
 
-def plan_dataset(listing: Listing, config: Config, *, previous: str | None = None) -> Plan:
+def plan_dataset(listing: Listing, config: Config) -> Plan:
     """The dataset that a source becomes. Trains the tokenizer if the configuration says so.
 
-    One that stands becomes `latest`, as `make_newest` says of `previous`.
+    One that exists becomes `latest`.
 
     Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read,
     `ConfigError` if the tokenizer is not that of the weights that are to be trained.
@@ -354,7 +351,7 @@ def plan_dataset(listing: Listing, config: Config, *, previous: str | None = Non
     except DataError as error:
         intact, fault = False, str(error)
     if intact:
-        make_newest(datasets, name, previous)
+        datasets.point_latest(name)
     new = 0 if intact else len(keys - datasets.partition_keys())
     plan = Plan(
         key=wanted.key,

@@ -195,19 +195,6 @@ def no_latest(place: str) -> DataError:
     )
 
 
-def make_newest(datasets: Datasets, name: str, previous: str | None) -> None:
-    """Make a dataset the newest one: that which was asked for last.
-
-    `previous` is what the same schedule asked for before, None if this is not for a schedule. One
-    that asks for the same again changes nothing, so that it takes the place of nobody's choice.
-    """
-    if name == previous:
-        with contextlib.suppress(DataError):
-            datasets.newest()
-            return
-    datasets.point_latest(name)
-
-
 def make_manifest(
     name: str,
     keys: Sequence[str],
@@ -215,12 +202,12 @@ def make_manifest(
     records: Sequence[PartitionRecord],
     seconds: float,
     *,
-    pairs: bool = False,
+    conversations: bool = False,
 ) -> Manifest:
     """The manifest of a dataset of these partitions, in the order of the token stream.
 
-    `seconds` is how long it took to make those that were missing; `pairs` tells whether documents
-    are prompts and answers.
+    `seconds` is how long it took to make those that were missing; `conversations` tells whether
+    documents are these.
     """
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -232,7 +219,7 @@ def make_manifest(
             bytes=sum(record.bytes for record in records),
             skipped=sum(record.skipped for record in records),
         ),
-        pairs=pairs,
+        conversations=conversations,
         tokenizer=tokenizer,
         splits={split: _split_record(split, records) for split in SPLITS},
         versions=_versions(),
@@ -279,8 +266,8 @@ def describe(folder: Path, manifest: Manifest) -> None:
             # `datasets` cannot open a split without files.
             files = [EMPTY_SHARD]
             empty = Ragged(np.zeros(0, dtype), np.zeros(1, np.int64))
-            prompts = np.zeros(0, np.int32) if manifest.pairs else None
-            write_shard(folder / split / EMPTY_SHARD, empty, prompts)
+            learnt = np.zeros(0, bool) if manifest.conversations else None
+            write_shard(folder / split / EMPTY_SHARD, empty, learnt)
         state: dict[str, object] = {
             "_data_files": [{"filename": file} for file in files],
             "_fingerprint": hashlib.sha256(f"{manifest.key} {split}".encode()).hexdigest()[:16],
@@ -293,7 +280,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
         info = {
             "citation": "",
             "description": "",
-            "features": features(dtype, pairs=manifest.pairs),
+            "features": features(dtype, conversations=manifest.conversations),
             "homepage": "",
             "license": "",
         }

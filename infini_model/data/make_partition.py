@@ -19,10 +19,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.manifest import SPLITS, Shard, Split, array_starts
+from infini_model.data.manifest import SPLITS, Shard, Split, TokenizerRecord, array_starts
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.sources.formats import read_documents
-from infini_model.data.sources.pairs import TEXTS, join
 from infini_model.data.sources.text import MAX_OFFSET, hash_documents, splits_of, string_buffers
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.runtime import storage
@@ -72,42 +71,40 @@ def _write(
     spec: PartitionSpec, tokenizer: Tokenizer, folder: Path, advance: Advance
 ) -> PartitionRecord:
     dtype = np.dtype(spec.tokenizer.dtype)
-    pairs = spec.reading.template is not None
-    each = TEXTS if pairs else 1
-    rows_each = each + (1 if spec.tokenizer.bos_token_id is None else 2)
+    has_turns = spec.reading.conversations is not None
     writers = {
-        split: ShardWriter(folder, spec.key, split, dtype, rows_each, pairs=pairs)
+        split: ShardWriter(folder, spec.key, split, dtype, conversations=has_turns)
         for split in SPLITS
     }
-    encoded = size = skipped = 0
+    documents = encoded = size = skipped = 0
     for batch in read_documents(spec.ranges, spec.reading, ENCODE_BYTES):
         skipped += batch.skipped
-        for texts in slices(batch.texts, spec.batch_size, each):
+        for texts, edges in slices(batch.texts, batch.edges):
             ragged = tokenizer.encode_batch(texts)
             _verify_sample(tokenizer, texts, ragged, encoded)
-            _add(texts, ragged, spec, writers, each)
+            _add(texts, edges, ragged, spec, writers)
             text_bytes = int(np.ptp(string_buffers(texts)[0][[0, -1]]))
+            documents += len(edges) - 1
             encoded += len(texts)
             size += text_bytes
             advance(text_bytes)
     shards = {split: writer.close() for split, writer in writers.items()}
-    return PartitionRecord(documents=encoded // each, bytes=size, skipped=skipped, shards=shards)
+    return PartitionRecord(documents=documents, bytes=size, skipped=skipped, shards=shards)
 
 
-def slices(texts: pa.StringArray, batch_size: int, each: int = 1) -> Iterator[pa.StringArray]:
-    """All documents in order, in arrays of at most `batch_size` documents and `ENCODE_BYTES`.
+def slices(texts: pa.StringArray, edges: np.ndarray) -> Iterator[tuple[pa.StringArray, np.ndarray]]:
+    """The texts of all documents in order, at most `ENCODE_BYTES` at once or one document.
 
-    A document has `each` texts; a single one may be longer.
+    `edges` int64 [documents + 1], here and beside each part, are those of `DocumentBatch`.
     """
-    offsets, _ = string_buffers(texts)
-    start = 0
-    while start < len(texts):
-        limit = min(int(offsets[start]) + ENCODE_BYTES, MAX_OFFSET)
-        end = int(np.searchsorted(offsets, np.int32(limit), "right")) - 1
-        count = max((end - start) // each, 1)
-        end = start + each * min(count, batch_size)
-        yield texts.slice(start, end - start)
-        start = end
+    starts = string_buffers(texts)[0][edges]
+    first = 0
+    while first < len(edges) - 1:
+        limit = np.int32(min(int(starts[first]) + ENCODE_BYTES, MAX_OFFSET))
+        last = max(int(np.searchsorted(starts, limit, "right")) - 1, first + 1)
+        begin, end = int(edges[first]), int(edges[last])
+        yield texts.slice(begin, end - begin), edges[first : last + 1] - begin
+        first = last
 
 
 def _verify_sample(
@@ -125,20 +122,21 @@ def _verify_sample(
 
 def _add(
     texts: pa.StringArray,
+    edges: np.ndarray,
     ragged: Ragged,
     spec: PartitionSpec,
     writers: dict[Split, ShardWriter],
-    each: int,
 ) -> None:
-    """Append each document, of `each` texts, to the shards of its split."""
-    split_of = splits_of(hash_documents(texts if each == 1 else join(texts)), spec.splits)
-    record = spec.tokenizer
-    dtype = np.dtype(record.dtype)
-    rows = as_rows(ragged, dtype, record.eos_token_id, record.bos_token_id, each)
+    """Append each document to the shards of its split, which a hash of its texts decides."""
+    offsets, data = string_buffers(texts)
+    starts = pa.py_buffer(offsets[edges])
+    whole = pa.StringArray.from_buffers(len(edges) - 1, starts, pa.py_buffer(data))
+    split_of = splits_of(hash_documents(whole), spec.splits)
+    encoded = encode_documents(ragged, edges, spec.tokenizer)
     for number, writer in enumerate(writers.values()):
         documents = np.flatnonzero(split_of == number)
         if len(documents):
-            writer.add(rows.take(documents))
+            writer.add(encoded.take(documents))
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -148,47 +146,62 @@ def id_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
-class Rows(NamedTuple):
-    """Documents as binary rows, followed by a row for each special token that goes around one.
+class EncodedDocuments(NamedTuple):
+    """The texts of documents as binary rows, and a row for each token that goes around a document.
 
-    `special_tokens` is the number of those: 2 if documents have a token that begins them, else 1;
-    the last row is the end-of-text token. `each` is the number of rows of a document: 2 if these
-    are its prompt and its answer, else 1.
+    `edges` int64 [documents + 1] are where the texts of each begin. With `begins`, the row before
+    the last is the token that begins documents; the last row is the end-of-text token.
     """
 
     array: pa.LargeBinaryArray
-    special_tokens: int
-    each: int
+    edges: np.ndarray
+    begins: bool
 
-    def take(self, documents: np.ndarray) -> pa.LargeBinaryArray:
+    def take(self, documents: np.ndarray) -> EncodedRows:
         """The rows of `documents` int64 [n] in this order, each with those that go around it."""
-        own = self.each
-        chosen = np.empty((len(documents), own + self.special_tokens), np.int64)
-        chosen[:, : -own - 1] = len(self.array) - 2
-        chosen[:, -own - 1 : -1] = own * documents[:, None] + np.arange(own)
-        chosen[:, -1] = len(self.array) - 1
-        return self.array.take(pa.array(chosen.reshape(-1)))
+        counts = np.diff(self.edges)[documents] + self.begins + 1
+        ends = np.cumsum(counts)
+        # Which text of its document a row is: -1 is the token that begins it.
+        number = np.arange(ends[-1]) - np.repeat(ends - counts + self.begins, counts)
+        rows = number + np.repeat(self.edges[documents], counts)
+        rows[number < 0] = len(self.array) - 2
+        rows[ends - 1] = len(self.array) - 1
+        learnt = (number > 0) & (number % 2 == 1)
+        learnt[ends - 1] = True
+        return EncodedRows(self.array.take(pa.array(rows)), learnt, counts)
+
+
+class EncodedRows(NamedTuple):
+    """Binary rows of whole documents.
+
+    `learnt` bool [rows] is true for those that a conversation teaches, every second one and the
+    last; `counts` int64 [documents] is how many rows each document has.
+    """
+
+    array: pa.LargeBinaryArray
+    learnt: np.ndarray
+    counts: np.ndarray
 
 
 class ShardWriter:
     """Appends documents to the shards of one split.
 
-    The files are `<folder>/<split>-<number>.arrow`, ids of type `dtype`. A document has
-    `rows_each` rows; if it has a prompt, that ends before the last two.
+    The files are `<folder>/<split>-<number>.arrow`, ids of type `dtype`; of conversations they have
+    a column more, as `write_shard` says.
     """
 
     def __init__(
-        self, folder: Path, key: str, split: Split, dtype: np.dtype, rows_each: int, *, pairs: bool
+        self, folder: Path, key: str, split: Split, dtype: np.dtype, *, conversations: bool
     ) -> None:
         self._folder, self._key, self._split, self._dtype = folder, key, split, dtype
-        self._rows_each, self._pairs = rows_each, pairs
-        self._pending: list[pa.LargeBinaryArray] = []
+        self._conversations = conversations
+        self._pending: list[EncodedRows] = []
         self._pending_bytes = 0
         self._shards: list[Shard] = []
 
-    def add(self, rows: pa.LargeBinaryArray) -> None:
+    def add(self, rows: EncodedRows) -> None:
         """Append the rows of documents. Raises `OSError` on a full disk."""
-        size = len(_buffers(rows)[1])
+        size = len(_buffers(rows.array)[1])
         if self._pending and self._pending_bytes + size > SHARD_BYTES:
             self._flush()
         self._pending.append(rows)
@@ -201,14 +214,13 @@ class ShardWriter:
         return self._shards
 
     def _flush(self) -> None:
-        ends, data = _buffers(pa.concat_arrays(self._pending))
+        arrays, learnt, counts = zip(*self._pending, strict=True)
         self._pending, self._pending_bytes = [], 0
-        edges, each = ends // self._dtype.itemsize, self._rows_each
-        documents = Ragged(data.view(self._dtype), edges[::each])
-        prompts = None
-        if self._pairs:
-            # The token that begins a document belongs to its prompt.
-            prompts = (edges[each - 2 :: each] - edges[:-1:each]).astype(np.int32)
+        ends, data = _buffers(pa.concat_arrays(arrays))
+        edges = ends // self._dtype.itemsize
+        starts = np.append(0, np.cumsum(np.concatenate(counts)))
+        documents = Ragged(data.view(self._dtype), edges[starts])
+        bits = np.repeat(np.concatenate(learnt), np.diff(edges)) if self._conversations else None
         name = f"{self._split}-{len(self._shards)}.arrow"
         path = self._folder / name
         self._shards.append(
@@ -217,31 +229,32 @@ class ShardWriter:
                 path=f"{self._key}/{name}",
                 documents=len(documents.offsets) - 1,
                 tokens=len(documents.ids),
-                start=write_shard(path, documents, prompts),
+                start=write_shard(path, documents, bits),
                 bytes=path.stat().st_size,
                 sha256=storage.sha256(path),
             )
         )
 
 
-def as_rows(
-    encoded: Ragged, dtype: np.dtype, eos_token_id: int, bos_token_id: int | None, each: int
-) -> Rows:
-    """Documents as rows of `dtype`, and the tokens that begin and end each.
+def encode_documents(
+    encoded: Ragged, edges: np.ndarray, record: TokenizerRecord
+) -> EncodedDocuments:
+    """The texts of documents as rows, and the tokens that begin and end each.
 
-    `each` is the number of texts that make a document.
-
-    Arrow takes binary rows whole, but lists number by number.
+    `edges` int64 [documents + 1] are where the texts of each document begin. Arrow takes binary
+    rows whole, but lists number by number.
     """
-    special_tokens = [eos_token_id] if bos_token_id is None else [bos_token_id, eos_token_id]
-    ids = np.empty(len(encoded.ids) + len(special_tokens), dtype)
-    ids[: -len(special_tokens)] = encoded.ids
-    ids[-len(special_tokens) :] = special_tokens
+    around = [record.eos_token_id]
+    if record.bos_token_id is not None:
+        around.insert(0, record.bos_token_id)
+    ids = np.empty(len(encoded.ids) + len(around), record.dtype)
+    ids[: -len(around)] = encoded.ids
+    ids[-len(around) :] = around
     ends = np.arange(len(encoded.ids), len(ids)) + 1
-    offsets = np.append(encoded.offsets, ends) * dtype.itemsize
+    offsets = np.append(encoded.offsets, ends) * ids.itemsize
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(ids)]
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
-    return Rows(array, len(special_tokens), each)
+    return EncodedDocuments(array, edges, len(around) > 1)
 
 
 def _buffers(rows: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
@@ -251,19 +264,20 @@ def _buffers(rows: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
     return edges, np.frombuffer(data or b"", np.uint8)[: edges[-1]]
 
 
-def write_shard(path: Path, documents: Ragged, prompts: np.ndarray | None = None) -> int:
+def write_shard(path: Path, documents: Ragged, learnt: np.ndarray | None = None) -> int:
     """Write documents, begun and ended, as an Arrow stream of one record batch.
 
-    `prompts` int32 [documents] is how many tokens of each are its prompt, if they have prompts.
+    `learnt` bool [tokens] is the column `learnt` of conversations: which tokens are learned.
     Returns `Shard.start`. Raises `DataError` if there are more tokens than 31-bit offsets can
     address.
     """
     ids, offsets = documents
     if len(ids) > MAX_OFFSET:
         raise DataError(f"a document has {len(ids)} tokens; a shard holds at most {MAX_OFFSET}")
-    rows = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
-    described = features(ids.dtype, pairs=prompts is not None)
-    columns = [rows] if prompts is None else [rows, pa.array(prompts)]
+    starts = pa.array(offsets.astype(np.int32))
+    given = [ids] if learnt is None else [ids, learnt]
+    columns = [pa.ListArray.from_arrays(starts, pa.array(each)) for each in given]
+    described = features(ids.dtype, conversations=learnt is not None)
     schema = pa.schema(
         [pa.field(name, column.type) for name, column in zip(described, columns, strict=True)],
         {"huggingface": json.dumps({"info": {"features": described}})},
@@ -278,20 +292,20 @@ def write_shard(path: Path, documents: Ragged, prompts: np.ndarray | None = None
 
 
 def _places(path: Path) -> tuple[int, ...]:
-    """Where the buffers of a shard begin in its file; an empty one may be nowhere."""
+    """Where the arrays of a shard begin in its file; an empty one may be nowhere."""
     with pa.memory_map(str(path)) as source:
         whole = source.read_buffer()
         batch = pa.ipc.open_stream(whole).read_next_batch()
         _, offsets, _, values = batch.column(0).buffers()
-        prompts = [column.buffers()[1] for column in batch.columns[1:]]
-        found = (offsets, values, *prompts)
+        learnt = [column.buffers()[3] for column in batch.columns[1:]]
+        found = (offsets, values, *learnt)
         return tuple(buffer.address - whole.address if buffer else 0 for buffer in found)
 
 
-def features(dtype: np.dtype, *, pairs: bool = False) -> dict[str, object]:
+def features(dtype: np.dtype, *, conversations: bool = False) -> dict[str, object]:
     """The columns of a shard as the `datasets` library describes them."""
-    value = {"dtype": dtype.name, "_type": "Value"}
-    columns: dict[str, object] = {"input_ids": {"feature": value, "_type": "List"}}
-    if pairs:
-        columns["prompt_length"] = {"dtype": "int32", "_type": "Value"}
-    return columns
+    kinds = {"input_ids": dtype.name} | ({"learnt": "bool"} if conversations else {})
+    return {
+        name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "List"}
+        for name, kind in kinds.items()
+    }

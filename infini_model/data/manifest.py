@@ -45,13 +45,14 @@ class Shard:
 
 
 def array_starts(start: int, documents: int, tokens: int, itemsize: int) -> tuple[int, int, int]:
-    """Where the arrays of a shard begin in its file: offsets, values and, for pairs, prompts.
+    """Where the arrays of a shard begin in its file: offsets, values, and what is learned.
 
-    They are int32 [documents + 1], the documents' starts; [tokens], the ids; and int32 [documents],
-    the lengths of the prompts. Arrow pads each to a multiple of 8 bytes.
+    They are int32 [documents + 1], the documents' starts; [tokens], the ids; and of conversations,
+    after the starts once more, a bit a token, the lowest of each byte first. Arrow pads each to a
+    multiple of 8 bytes.
     """
-    values = start + -(-4 * (documents + 1) // 8) * 8
-    return start, values, values + -(-itemsize * tokens // 8) * 8
+    values = start + (starts := -(-4 * (documents + 1) // 8) * 8)
+    return start, values, values + -(-itemsize * tokens // 8) * 8 + starts
 
 
 class SplitRecord(Record):
@@ -99,8 +100,8 @@ class CorpusRecord(Record):
 class Manifest(Record):
     """What a dataset folder holds.
 
-    `key` is the content key of `partitions`, the sorted keys of its partitions. With `pairs`,
-    documents are prompts and answers, and shards have a column more: the length of the prompt.
+    `key` is the content key of `partitions`, the sorted keys of its partitions. If documents are
+    `conversations`, shards have a column more, `learnt`: whether each token is learned.
     """
 
     format_version: Literal[4]  # FORMAT_VERSION
@@ -108,7 +109,7 @@ class Manifest(Record):
     key: str
     partitions: list[str]
     corpus: CorpusRecord
-    pairs: bool = Field(default=False, exclude_if=lambda pairs: not pairs)
+    conversations: bool = Field(default=False, exclude_if=lambda has_turns: not has_turns)
     tokenizer: TokenizerRecord
     splits: dict[Split, SplitRecord]
     versions: dict[str, str]

@@ -49,8 +49,7 @@ class Partition(NamedTuple):
 class PartitionSpec(Record):
     """What decides a partition, and its `key`.
 
-    Some fields change nothing in the result: `batch_size`, the most documents to encode at once,
-    and `bytes`, an estimate of the text.
+    `bytes`, an estimate of the text, changes nothing in the result.
     """
 
     key: str
@@ -58,7 +57,6 @@ class PartitionSpec(Record):
     reading: Reading
     tokenizer: TokenizerRecord
     splits: SplitsConfig
-    batch_size: int
     bytes: int
 
 
@@ -85,7 +83,6 @@ class PartitionDefaults(NamedTuple):
     reading: Reading
     tokenizer: TokenizerRecord
     splits: SplitsConfig
-    batch_size: int
 
     def keyed(self, partitions: Sequence[Partition]) -> list[tuple[str, Partition]]:
         """The partitions with their keys, in the order of these.
@@ -166,7 +163,7 @@ def _all_groups(
     files: Sequence[SourceFile], reading: Reading, target_bytes: int, facts: FactCache
 ) -> dict[str, list[_Groups]]:
     """The row groups of Parquet files, by fingerprint, gathered to about `target_bytes`."""
-    columns = reading.column if reading.template is None else "prompt answer"
+    columns = reading.column if reading.conversations is None else "a conversation"
     keys = {
         file.fingerprint: f"groups {file.fingerprint} {columns} {target_bytes}" for file in files
     }

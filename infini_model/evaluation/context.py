@@ -47,7 +47,7 @@ class Score(BaseModel):
 
     Attributes:
         windows: Windows scored.
-        tokens: Tokens predicted, without masked ones; of prompts and answers, the answers.
+        tokens: Tokens predicted, without masked ones; of conversations, those that are learned.
         loss: Mean loss in nats per token, for each of these; None without any.
         loss_by_segment: Mean loss of each segment of the window.
     """

@@ -1,6 +1,6 @@
 """Causal language modelling: each position predicts the next token of its own document.
 
-Of a prompt and its answer only the tokens of the answer are predicted, and its end of text.
+Of a conversation only what is learned is predicted: the assistant's messages and the end of text.
 """
 
 from __future__ import annotations
@@ -15,39 +15,31 @@ from torch import Tensor
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
-from infini_model.objectives.objective import Inputs, Reduction, shares, weighted_losses
+from infini_model.objectives.objective import Inputs, Reduction, weighted_losses
 
 
 class CausalLM:
-    """Next-token prediction; the loss is the mean cross entropy over all targets.
-
-    Of answers it is the mean over the answers of the mean over the targets of each.
-    """
+    """Next-token prediction; the loss is the mean cross entropy over all targets."""
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row as inputs, 1 … L as labels."""
-        tokens, valid, document_starts, _, prompts = batch
+        tokens, valid, document_starts, _, learnt = batch
         length = tokens.size(2) - 1
         labels = tokens.narrow(2, 1, length)
         positions = torch.arange(length, device=tokens.device)
         if valid is not None:
             labels = labels.masked_fill(positions >= valid.unsqueeze(2), IGNORED)
-        if prompts is not None:
-            # Position i predicts token i + 1.
-            labels = labels.masked_fill(positions + 1 < prompts.unsqueeze(2), IGNORED)
+        if learnt is not None:
+            labels = labels.masked_fill(~learnt.narrow(2, 1, length), IGNORED)
         labels = labels.flatten(1)
-        ids, counted = tokens.narrow(2, 0, length).flatten(1), labels != IGNORED
-        if prompts is None:
-            return Inputs(ids, labels, document_starts, counted)
-        share = shares(counted)
-        return Inputs(ids, labels, document_starts, share, share.float())
+        ids = tokens.narrow(2, 0, length).flatten(1)
+        return Inputs(ids, labels, document_starts, labels != IGNORED)
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
         """Cross entropy in nats, computed without materializing all logits."""
         hidden = model.hidden(inputs.input_ids, inputs.document_starts, inputs.without)
         targets, output = inputs.labels.flatten(), model.lm_head.weight
-        weights = None if inputs.weights is None else inputs.weights.flatten()
-        losses = weighted_losses(hidden.flatten(0, 1), output, targets, weights, reduction)
+        losses = weighted_losses(hidden.flatten(0, 1), output, targets, None, reduction)
         return losses if reduction == "sum" else losses.view_as(inputs.labels)
 
 

@@ -10,9 +10,9 @@ upper bound of the window's negative log-likelihood:
   by 1 / p (equation 3, and algorithm 1).
 
 The sum is divided by the tokens that could have been masked, so the loss is in nats per token. Of a
-prompt and its answer only the answer is masked, with the end of text that closes it, and L is the
-number of its tokens; the loss is the mean over answers of what it is for each (algorithm 2). The
-noise of a window depends only on the seed and the window's key, never on batches or devices.
+conversation only what is learned is masked (algorithm 2), with the end of text that closes it, and
+L is the number of those tokens. The noise of a window depends only on the seed and the window's
+key, never on batches or devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.random import hashed, spread_evenly, uniform
-from infini_model.objectives.objective import Inputs, Reduction, shares, weighted_losses
+from infini_model.objectives.objective import Inputs, Reduction, weighted_losses
 
 EPSILON = 1e-3
 Noise = Literal["count", "time"]
@@ -46,7 +46,7 @@ class MaskedDiffusion:
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row, some of them masked; the labels are the masked tokens."""
-        tokens, valid, document_starts, keys, prompts = batch
+        tokens, valid, document_starts, keys, learnt = batch
         length = tokens.size(2) - 1
         ids = tokens.narrow(2, 0, length).flatten(1)
         maskable = ids != self.mask_token_id
@@ -55,20 +55,19 @@ class MaskedDiffusion:
             # It counts the tokens that have a next one in their document; none is an empty row.
             within = (positions <= valid.unsqueeze(2)) & (valid > 0).unsqueeze(2)
             maskable &= within.flatten(1)
-        if prompts is not None:
-            maskable &= (positions >= prompts.unsqueeze(2)).flatten(1)
+        if learnt is not None:
+            maskable &= learnt.narrow(2, 0, length).flatten(1)
         draw = self._draw_counts if self.noise == "count" else self._draw_times
         blocks = maskable.view(len(ids), -1, self.block_length or length * tokens.size(1))
         drawn, block_weights = draw(keys, blocks)
         masked = drawn.flatten(1)
         weights = block_weights.unsqueeze(2).expand_as(blocks).flatten(1)
-        share = None if prompts is None else shares(maskable)
         return Inputs(
             ids.masked_fill(masked, self.mask_token_id),
             ids.masked_fill(~masked, IGNORED),
             document_starts,
-            maskable if share is None else share,
-            (weights if share is None else weights * share).float(),
+            maskable,
+            weights.float(),
         )
 
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:

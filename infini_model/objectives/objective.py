@@ -26,9 +26,7 @@ class Inputs(NamedTuple):
         labels: int64 [B, T], the target at each position, or -100 for none.
         document_starts: bool [B, T / segment_length], true where a segment starts a new document,
             or None.
-        counted: [B, T], the divisor of the batch's summed loss is the sum of these: bool, 1 at
-            each target; of answers, which count the same however long they are, float64, at each
-            target its share of the answer.
+        counted: bool [B, T], whether the position counts in the divisor of the batch's summed loss.
         weights: float32 [B, T], the factor of each loss in the sum; None is 1.
         without: The part of the attention that is knocked out, to measure what it contributes.
     """
@@ -39,14 +37,6 @@ class Inputs(NamedTuple):
     counted: Tensor
     weights: Tensor | None = None
     without: Part | None = None
-
-
-def shares(targets: Tensor) -> Tensor:
-    """What each target is of its row's answer, float64 [B, T], from `targets` bool [B, T].
-
-    The sum is 1 in each row that has targets.
-    """
-    return targets / targets.sum(1, keepdim=True).clamp(min=1).double()
 
 
 def weighted_losses(

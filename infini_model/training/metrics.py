@@ -18,7 +18,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from infini_model.data.loading.packing import PairPacking
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import RULES
 from infini_model.runtime.errors import DeviceError
@@ -335,10 +334,6 @@ def log_banner(setup: TrainingSetup) -> None:
             *(training.warmup_steps, training.total_steps),
             100 * training.total_steps / training.warmup_steps,
         )
-    for split, windows in setup.windows.items():
-        packing = windows.packing
-        if isinstance(packing, PairPacking) and packing.shortfall:
-            log.warning("%s: split %s: %s", name, split, packing.shortfall)
     for split in ("validation", "test"):
         if len(setup.windows[split]) == 0:
             log.warning("%s: split %s is too small for one window; no loss", name, split)

@@ -117,8 +117,8 @@ def compute_gradients(
             those of FSDP within a forward pass.
 
     Returns:
-        The sum of this rank's token losses, [1] float64, and the divisor over all ranks, []: the
-        number of targets, int64, or of answers, float64.
+        The sum of this rank's token losses, [1] float64, and the divisor over all ranks, [] int64:
+        the number of targets.
     """
     micro_batches = [model.objective.inputs(batch) for batch in batches]
     counts = torch.stack([inputs.counted.sum() for inputs in micro_batches])

@@ -34,7 +34,7 @@ def preprocess(output, source, name="corpus", **data):
     data["source"] = {"paths": [str(source / "*.txt")]}
     config = load_config(overrides=[{"run": {"output_dir": str(output)}, "data": data}])
     listing = STAGES["download"](config, argparse.Namespace())["listing"]
-    arguments = argparse.Namespace(listing=Path(listing), previous=None)
+    arguments = argparse.Namespace(listing=Path(listing))
     STAGES["plan"](config, arguments)
     return Path(STAGES["shard"](config, arguments)["folder"])
 

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -20,15 +20,12 @@ from commands import (
     Environment,
     Running,
     api,
-    dataset_of,
     eventually,
     tiny,
-    write_settings,
     write_texts,
 )
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
-from prefect.context import FlowRunContext
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from serving import Server
@@ -39,7 +36,6 @@ from flows.presets import configure
 from infini_model.runtime.errors import ConfigError, DataError, StageError
 from infini_model.training.run_status import saved_step
 from tasks import remote_stage
-from tasks.flow_run import dataset_before
 from tasks.remote_stage import RemoteStage, find_deployment
 
 ROOT = Path(__file__).parents[2]
@@ -144,44 +140,6 @@ def test_a_retry_completes_the_dataset_or_reuses_it(
     assert sorted(prefect.artifacts(run)) == shown
     wait_for_events(prefect)
     assert len(ready_events(folder)) == 1
-
-
-@pytest.mark.story
-def test_a_schedule_without_new_documents_leaves_the_newest_dataset_to_whoever_chose_it(
-    prefect: Server, start: Start, tmp_path: Path
-) -> None:
-    texts = write_texts(tmp_path / "texts", 40)
-    tree = tiny(texts, tmp_path / "output")
-    flow = api(prefect.url, "flows/", name="preprocess")["id"]
-    hourly = [{"schedule": {"interval": 3600}}]
-    given = {"parameters": {"advanced": tree}, "schedules": hourly, "paused": False}
-    path = f"deployments/{api(prefect.url, 'deployments/', name='n', flow_id=flow, **given)['id']}"
-    since, until = (datetime.now(UTC) - timedelta(hours=hours) for hours in (4, 1))
-    between = {"start_time": since.isoformat(), "end_time": until.isoformat()}
-    api(prefect.url, f"{path}/schedule", min_runs=2, max_runs=2, **between)
-    wanted = {"deployment_id": {"any_": [path.rpartition("/")[2]]}}
-    due = api(prefect.url, "flow_runs/filter", flow_runs=wanted, sort="EXPECTED_START_TIME_ASC")
-    latest = tmp_path / "output" / "datasets" / "latest"
-
-    def newest_after(run: str) -> str:
-        running = start(run, PREPROCESS)
-        assert running.wait() == 0, running.output
-        return latest.resolve().name
-
-    nightly = newest_after(due[0]["id"])
-    theirs = write_settings(tmp_path / "theirs.yaml", tree | {"data": tree["data"] | {"name": "x"}})
-    chosen = dataset_of(theirs).name
-    assert newest_after(due[1]["id"]) == chosen != nightly
-    assert newest_after(api(prefect.url, f"{path}/create_flow_run")["id"]) == nightly
-
-    # A stage elsewhere is started by the run that the schedule has started.
-    task = {"flow_run_id": due[1]["id"], "task_key": "part", "dynamic_key": "0"}
-    part = api(prefect.url, "task_runs/", **task)["id"]
-    part = api(prefect.url, f"{path}/create_flow_run", parent_task_run_id=part)["id"]
-    with temporary_settings({PREFECT_API_URL: prefect.url}):
-        found = FlowRun.model_validate(prefect.read(part))
-        with FlowRunContext.model_construct(flow_run=found):
-            assert dataset_before() == nightly
 
 
 @pytest.mark.story

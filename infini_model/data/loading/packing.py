@@ -3,20 +3,18 @@
 A window of context length C predicts C tokens from the C before them, so it reads C + 1 tokens of
 the stream, or fewer at the end of a document. Every mode is a table of rows, each with a start in
 the stream and a number of predicting positions. A window is one row (`packed`, `document`) or one
-row per segment (`aligned`, so that each document starts on a segment boundary). Prompts and answers
-have a window each.
+row per segment (`aligned`, so that each document starts on a segment boundary).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.stream import DOCUMENTS_AT_ONCE, TokenStream
-from infini_model.runtime.errors import ConfigError
 
 # Documents whose rows are counted anew for each row that is located in one of them; it divides
 # `DOCUMENTS_AT_ONCE`.
@@ -29,14 +27,11 @@ class Rows(NamedTuple):
 
     `starts` int64 [R]: start of each row in the stream. `valid` int64 [R]: number of positions that
     predict a token of the row's own document. `first` bool [R]: whether a document starts here.
-    `prompts` int64 [R]: number of tokens at the start of the row that are a prompt; None if
-    documents have no prompts.
     """
 
     starts: np.ndarray
     valid: np.ndarray
     first: np.ndarray
-    prompts: np.ndarray | None = None
 
 
 class Packing(Protocol):
@@ -175,56 +170,3 @@ def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> 
     return DocumentPacking(
         documents, segment_length, pad=True, rows_per_window=length // segment_length
     )
-
-
-class PairPacking:
-    """Windows of a pair each, which is cut or padded to `row_length`.
-
-    A pair without a token of its answer within the row has no window. `skipped` counts those, `cut`
-    the windows in which the answer does not end.
-    """
-
-    rows_per_window = 1
-
-    def __init__(
-        self, lengths: Iterable[np.ndarray], prompts: Iterable[np.ndarray], row_length: int
-    ) -> None:
-        """`lengths` and `prompts` count the tokens of all pairs and of their prompts, in order."""
-        sizes = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int64)
-        before = np.concatenate([np.zeros(0, np.int32), *prompts]).astype(np.int64)
-        kept = np.flatnonzero(before < row_length)
-        self.row_length = row_length
-        self.windows = len(kept)
-        self.skipped = len(sizes) - len(kept)
-        self.cut = int((sizes[kept] > row_length + 1).sum())
-        self._starts = (np.cumsum(sizes) - sizes)[kept]
-        self._valid = np.minimum(sizes[kept] - 1, row_length)
-        self._prompts = before[kept]
-
-    def locate(self, windows: np.ndarray) -> Rows:
-        """Row w starts with its pair."""
-        first = np.ones(len(windows), bool)
-        return Rows(self._starts[windows], self._valid[windows], first, self._prompts[windows])
-
-    @property
-    def shortfall(self) -> str | None:
-        """What does not fit into the windows, in words; None if everything does."""
-        if not self.skipped and not self.cut:
-            return None
-        return (
-            f"packing.context_length={self.row_length} is too short for {self.skipped:,} prompts, "
-            f"which are skipped with their answers, and for {self.cut:,} answers, which are cut"
-        )
-
-
-def check_pair_packing(config: PackingConfig, place: object) -> None:
-    """Raise `ConfigError` if the dataset at `place`, of pairs, cannot be cut as `config` says."""
-    if config.mode != "document" or config.remainder != "pad":
-        raise ConfigError(
-            f"packing.mode: {place} has prompts and answers, which need packing.mode=document and "
-            "packing.remainder=pad"
-        )
-    if config.context_schedule is not None:
-        raise ConfigError(
-            f"packing.context_schedule: {place} has prompts and answers, which need whole windows"
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -38,12 +38,23 @@ DOCUMENTS_AT_ONCE = 1 << 16
 class ShardArrays(NamedTuple):
     """A shard: `values`, its tokens, and `offsets` int32 [documents + 1], where documents start.
 
-    `prompts` int32 [documents] counts the tokens of each prompt; empty if documents have none.
+    `learnt` uint8 [tokens / 8] has a bit for each token of conversations, the lowest first; it is
+    empty if documents are none.
     """
 
     values: np.ndarray
     offsets: np.ndarray
-    prompts: np.ndarray
+    learnt: np.ndarray
+
+    def tokens_at(self, places: np.ndarray) -> np.ndarray:
+        """The tokens at these places."""
+        tokens: np.ndarray = self.values[places]
+        return tokens
+
+    def learnt_at(self, places: np.ndarray) -> np.ndarray:
+        """Whether the tokens at these places are learned: bool."""
+        bits: np.ndarray = self.learnt[places >> 3] >> (places & 7) & 1
+        return bits.astype(bool)
 
 
 class _Listed(NamedTuple):
@@ -58,7 +69,7 @@ class _Listed(NamedTuple):
     documents: np.ndarray
     tokens: np.ndarray
     start: np.ndarray
-    pairs: bool
+    conversations: bool
 
     def path(self, shard: int) -> str:
         # No `Path`: making one takes longer than opening the file.
@@ -72,7 +83,7 @@ def map_shard(listed: _Listed, shard: int) -> ShardArrays:
     """
     path, dtype = listed.path(shard), listed.dtype
     documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
-    offsets, values, prompts = array_starts(
+    offsets, values, learnt = array_starts(
         int(listed.start[shard]), documents, tokens, dtype.itemsize
     )
     try:
@@ -82,7 +93,9 @@ def map_shard(listed: _Listed, shard: int) -> ShardArrays:
         arrays = ShardArrays(
             np.frombuffer(mapped, dtype, tokens, values),
             np.frombuffer(mapped, np.int32, documents + 1, offsets),
-            np.frombuffer(mapped, np.int32, documents if listed.pairs else 0, prompts),
+            np.frombuffer(mapped, np.uint8, -(-tokens // 8), learnt)
+            if listed.conversations
+            else np.zeros(0, np.uint8),
         )
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: is not the shard in the manifest: {error}; {AGAIN}") from error
@@ -121,7 +134,7 @@ class TokenStream:
     Attributes:
         dtype: The type of the tokens.
         eos_token_id: The token that ends each document.
-        pairs: Whether each document is a prompt and its answer.
+        conversations: Whether documents are conversations, of which not every token is learned.
         token_starts: int64 [shards + 1], tokens before each shard, and in all.
         document_starts: int64 [shards + 1], documents before each shard, and in all.
 
@@ -137,12 +150,12 @@ class TokenStream:
         dtype: np.dtype,
         eos_token_id: int,
         *,
-        pairs: bool = False,
+        conversations: bool = False,
         max_mapped: int = MAX_MAPPED,
     ) -> None:
         self.dtype = dtype
         self.eos_token_id = eos_token_id
-        self.pairs = pairs
+        self.conversations = conversations
         listed = _Listed(
             str(folder),
             list(files),
@@ -150,7 +163,7 @@ class TokenStream:
             np.array([shard.documents for shard in shards], np.int64),
             np.array([shard.tokens for shard in shards], np.int64),
             np.array([shard.start for shard in shards], np.int64),
-            pairs,
+            conversations,
         )
         for number, shard in enumerate(shards):
             _check_size(listed.path(number), shard.bytes)
@@ -173,12 +186,21 @@ class TokenStream:
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of one document with those that begin and end it."""
+        shard, first, last = self._bounds(index)
+        return shard.values[first:last]
+
+    def learnt_of(self, index: int) -> np.ndarray:
+        """Which tokens of one conversation are learned: bool [tokens]."""
+        shard, first, last = self._bounds(index)
+        return shard.learnt_at(np.arange(first, last))
+
+    def _bounds(self, index: int) -> tuple[ShardArrays, int, int]:
         if not 0 <= index < self.documents:
             raise IndexError(f"document {index} of {self.documents}")
         number = int(np.searchsorted(self.document_starts, index, side="right")) - 1
         shard = self.shard(number)
         first, last = shard.offsets[index - self.document_starts[number] :][:2]
-        return shard.values[first:last]
+        return shard, int(first), int(last)
 
     def tokens_of(self, span: Span) -> np.ndarray:
         """The tokens of a span."""
@@ -195,11 +217,6 @@ class TokenStream:
             yield from _read_lengths(
                 listed.path(shard), documents, tokens, int(listed.start[shard])
             )
-
-    def prompts(self) -> Iterator[np.ndarray]:
-        """The number of tokens of every prompt, in order, as an int32 array for each shard."""
-        for shard in np.flatnonzero(self._listed.documents).tolist():
-            yield self.shard(shard).prompts
 
     def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Where documents start in their shards.
@@ -242,18 +259,30 @@ class TokenStream:
             rows[here] = _every_row(self.shard(shard).values, length)[within[here]]
         crossing = np.flatnonzero(~whole)
         if len(crossing):
-            rows[crossing] = self._gather_crossing(starts[crossing], length)
+            rows[crossing] = self._gather_singly(
+                starts[crossing], length, ShardArrays.tokens_at, self.dtype
+            )
         return rows
 
-    def _gather_crossing(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Rows that cross from one shard into the next, token by token."""
+    def gather_learnt(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """As `gather`, whether these tokens of conversations are learned: bool [rows, length]."""
+        return self._gather_singly(starts, length, ShardArrays.learnt_at, np.dtype(bool))
+
+    def _gather_singly(
+        self,
+        starts: np.ndarray,
+        length: int,
+        read: Callable[[ShardArrays, np.ndarray], np.ndarray],
+        dtype: np.dtype,
+    ) -> np.ndarray:
+        """Rows that may cross from one shard into the next, token by token."""
         positions = np.minimum(starts[:, None] + np.arange(length), self.tokens - 1).reshape(-1)
         shards = np.searchsorted(self.token_starts, positions, side="right") - 1
-        rows = np.empty(positions.shape, self.dtype)
+        rows = np.empty(positions.shape, dtype)
         order = np.argsort(shards)
         for shard, run in _runs(shards[order]):
             here = order[run]
-            rows[here] = self.shard(shard).values[positions[here] - self.token_starts[shard]]
+            rows[here] = read(self.shard(shard), positions[here] - self.token_starts[shard])
         return rows.reshape(len(starts), length)
 
 
@@ -328,5 +357,5 @@ def open_split(dataset_dir: Path, split: str) -> TokenStream:
         shards,
         np.dtype(manifest.tokenizer.dtype),
         manifest.tokenizer.eos_token_id,
-        pairs=manifest.pairs,
+        conversations=manifest.conversations,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infini_model.config import PackingConfig
-from infini_model.data.loading.packing import Packing, PairPacking, check_pair_packing, pack
+from infini_model.data.loading.packing import Packing, pack
 from infini_model.data.loading.stream import Span, TokenStream, open_split
 
 # Rounds of the Feistel network.
@@ -38,15 +38,15 @@ class Batch(NamedTuple):
             or None.
         keys: int64 [B], key of an objective's randomness, besides the seed: the window's position
             in the endless training order, or its number in the split.
-        prompts: int64 [B, 1], number of tokens at the start of the row that are a prompt; None if
-            documents have no prompts.
+        learnt: bool [B, R, L + 1], whether each token of a conversation is learned; None if
+            documents are texts.
     """
 
     tokens: Tensor
     valid: Tensor | None
     document_starts: Tensor | None
     keys: Tensor
-    prompts: Tensor | None = None
+    learnt: Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
@@ -98,12 +98,15 @@ class Windows:
             closed[np.arange(length + 1) > rows.valid[short, None]] = self.stream.eos_token_id
             tokens[short] = closed
         shape = (len(numbers), self.packing.rows_per_window)
+        learnt = None
+        if self.stream.conversations:
+            learnt = self.stream.gather_learnt(rows.starts, length + 1)
         return Batch(
             torch.from_numpy(tokens.reshape(*shape, length + 1)),
             torch.from_numpy(rows.valid.reshape(shape)) if len(short) else None,
             torch.from_numpy(rows.first.reshape(shape)) if self.aligned else None,
             torch.from_numpy(numbers if keys is None else keys),
-            None if rows.prompts is None else torch.from_numpy(rows.prompts.reshape(shape)),
+            None if learnt is None else torch.from_numpy(learnt.reshape(*shape, length + 1)),
         )
 
     def spans(self, number: int) -> list[Span]:
@@ -124,16 +127,10 @@ def open_windows(
 ) -> Windows:
     """The windows of a split of a dataset folder.
 
-    Raises `DataError` if the folder is not a complete dataset, `ConfigError` if its documents are
-    prompts and answers and `config` has another mode for them.
+    Raises `DataError` if the folder is not a complete dataset.
     """
     stream = open_split(dataset_dir, split)
-    packing: Packing
-    if stream.pairs:
-        check_pair_packing(config, dataset_dir)
-        packing = PairPacking(stream.lengths(), stream.prompts(), config.context_length)
-    else:
-        packing = pack(stream, config, segment_length)
+    packing = pack(stream, config, segment_length)
     return Windows(stream, packing, config.mode == "aligned", f"{dataset_dir}: split {split}")
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from infini_model.runtime.errors import DataError
 
@@ -20,11 +20,13 @@ ROLE, CONTENT = "{role}", "{content}"
 PLAIN_TEMPLATE = "{role}:\n{content}\n\n"
 # Stands for an answer whose surroundings are looked for. No template changes a word.
 MARK = "a8f1b0c5d3e94726"
+ADVICE = "; data.source.learn=last learns the last answer alone"
 
 # Errors of a template as it runs, besides Jinja's own, such as a division by zero.
 PROGRAM_ERRORS = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
-Messages = Sequence[Mapping[str, str]]
+Message = dict[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,15 @@ class ChatTemplate:
             f"{{{{ {opening} }}}}{{% endif %}}"
         )
 
-    def render(self, messages: Messages, *, asks: bool = True) -> str:
+    def render(self, messages: Messages, *, asks: bool = True, tools: Any = None) -> str:
         """The text of messages; `asks` adds what comes before the assistant's next answer.
 
-        Raises `DataError` with the program's own words if it refuses the messages.
+        `tools` are those that the assistant may call, as `transformers` takes them. Raises
+        `DataError` with the program's own words if it refuses the messages.
         """
         from jinja2 import TemplateError
 
-        known = dict(self.tokens) | {"tools": None, "documents": None}
+        known = dict(self.tokens) | {"tools": tools, "documents": None}
         try:
             text = _compiled(self.jinja).render(
                 messages=list(messages), add_generation_prompt=asks, **known
@@ -76,27 +79,51 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         return str(text).removeprefix(self.begin)
 
-    def pair(self, messages: Messages) -> tuple[str, str]:
-        """The prompt of a conversation, and the answer that its last message is.
+    def pieces(
+        self, messages: Messages, learn: Literal["all", "last"] = "all", tools: Any = None
+    ) -> list[str]:
+        """A conversation in turn: what the model is given, and what it learns to say.
 
-        A token that closes the answer belongs to it, unless it is the one that ends the document.
-        Raises `DataError` as `render`, and where prompt and answer cannot be told apart.
+        `messages` end with one of the assistant; `learn` says whether all of its messages are
+        learned. A token that closes an answer belongs to it, unless it is the one that ends the
+        document.
+
+        Raises `DataError` as `render`, and where an answer cannot be told from what is around it:
+        what comes before an answer must stay the same whatever follows.
         """
-        whole, answer = self.render(messages, asks=False), messages[-1]["content"]
-        prompts = (self.render(messages[:-1], asks=asks) for asks in (True, False))
+        whole, pieces, done = self.render(messages, asks=False, tools=tools), list[str](), 0
+        turns = [turn for turn, each in enumerate(messages) if each["role"] == ASSISTANT]
+        for turn in turns if learn == "all" else turns[-1:]:
+            first, last = self._bounds(whole, messages[: turn + 1], turns[-1] == turn, tools)
+            if first < done:
+                raise DataError(
+                    f"the chat template closes an earlier answer otherwise than the last{ADVICE}"
+                )
+            pieces += [whole[done:first], whole[first:last]]
+            done = last
+        return [*pieces[:-1], pieces[-1].removesuffix(self.end)]
+
+    def _bounds(self, whole: str, messages: Messages, is_last: bool, tools: Any) -> tuple[int, int]:
+        """The place in `whole` of the answer that `messages` end with: its start and its end."""
+        *before, answer = messages
+        prompts = (self.render(before, asks=asks, tools=tools) for asks in (True, False))
         prompt = next(filter(whole.startswith, prompts), None)
         if prompt is None:
-            raise DataError("the chat template changes the prompt once there is an answer")
-        text = whole.removeprefix(prompt)
-        said = answer if answer in text else answer.strip()
-        opening, said, closing = text.rpartition(said) if said else ("", "", text)
-        asked = messages[-2]["content"].strip() if len(messages) > 1 else ""
-        if closing.strip() and f"{prompt}{opening}".endswith(f"{asked}{closing}"):
+            advice = "" if is_last else ADVICE
+            raise DataError(f"the chat template changes the prompt once there is an answer{advice}")
+        text, said = whole.removeprefix(prompt), answer["content"]
+        said = said if said in text else said.strip()
+        # An answer that the template changes is not found.
+        opening, said, rest = text.partition(said) if said and said in text else ("", "", text)
+        before_close, close, _ = rest.partition(self.closing) if self.closing else ("", "", "")
+        closing = rest.rstrip() if is_last else before_close + close
+        asked = before[-1]["content"].strip() if before else ""
+        if closing.strip() and f"{prompt}{opening}".rstrip().endswith(f"{asked}{closing}"):
             raise DataError(
                 f"the chat template puts {closing.strip()!r} after a prompt and after an answer "
                 "alike, so the end of an answer cannot be found"
             )
-        return prompt, (opening + said + closing.rstrip()).removesuffix(self.end)
+        return len(prompt), len(prompt) + len(opening) + len(said) + len(closing)
 
     def next_turn(self, messages: Messages) -> str:
         """The text between the assistant's last answer and its next one.
@@ -110,7 +137,7 @@ class ChatTemplate:
             raise DataError("the chat template does not show earlier answers as they were given")
         return text.partition(MARK)[2]
 
-    @property
+    @functools.cached_property
     def closing(self) -> str:
         """The text that closes an answer, stripped. Raises `DataError` as `render`."""
         messages = [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": MARK}]

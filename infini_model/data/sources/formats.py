@@ -1,6 +1,6 @@
 """Documents from files of any supported format, as Arrow strings in batches.
 
-A document is a text, or a prompt and its answer. Every format becomes one stream of `pyarrow`
+A document is a text, or a conversation in pieces. Every format becomes one stream of `pyarrow`
 string arrays of bounded size, without nulls or empty documents, so that no later code depends on
 where a document came from. What cannot be read raises `DataError` that names the file and the row.
 """
@@ -14,25 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infini_model.data.sources.chat import ChatTemplate
+from infini_model.data.sources.conversations import PIECES, Conversations
 from infini_model.data.sources.files import FileRange, file_errors, open_source, read_source
-from infini_model.data.sources.pairs import (
-    PAIR,
-    Pair,
-    alternate,
-    as_bytes,
-    pair_columns,
-    pair_of,
-)
 from infini_model.data.sources.text import (
     MARK,
     MAX_OFFSET,
     WIDE,
     Block,
     Errors,
+    as_bytes,
     as_text,
     as_utf8,
     chunks,
@@ -64,39 +58,41 @@ class Reading:
 
     `column` is the column of the text; `errors` says what to do with a document that is not UTF-8;
     documents of fewer than `min_characters` code points are skipped. `separator` separates the
-    documents of a text file; None makes the file one document. With a `template`, in which the
-    messages of a conversation become text, documents are prompts and answers.
+    documents of a text file; None makes the file one document. With `conversations`, documents are
+    these, and `min_characters` counts what is learned of one.
     """
 
     column: str = "text"
     errors: Errors = "fail"
     min_characters: int = 0
     separator: str | None = None
-    template: ChatTemplate | None = None
+    conversations: Conversations | None = None
 
     @property
     def type(self) -> pa.DataType:
         """The type of a row."""
-        return pa.string() if self.template is None else PAIR
+        return pa.string() if self.conversations is None else PIECES
 
     @property
     def decides(self) -> dict[str, object]:
-        """The settings that are part of a key; what reads texts has none of a template."""
+        """The settings that are part of a key; what reads texts has none of conversations."""
         return {
             name: value
             for name, value in dataclasses.asdict(self).items()
-            if name != "template" or value is not None
+            if name != "conversations" or value is not None
         }
 
 
 class DocumentBatch(NamedTuple):
     """Documents of one or several files: no nulls, none empty, `texts` valid UTF-8.
 
-    Prompts and answers alternate, and a prompt may be empty. `skipped` counts the documents that
-    were left out since the batch before.
+    Document i is the texts from `edges[i]` to `edges[i + 1]`, of int64 [documents + 1]: one, or the
+    pieces of a conversation, some of which may be empty. `skipped` counts the documents that were
+    left out since the batch before.
     """
 
     texts: pa.StringArray
+    edges: np.ndarray
     skipped: int
 
 
@@ -133,8 +129,8 @@ def check_format(name: str, address: str | None = None) -> None:
 
 
 def check_rows(part: FileRange, reading: Reading) -> None:
-    """Raise `DataError` if prompts and answers are asked for of a file without rows."""
-    if reading.template is not None and format_of(part.file.address) == "text":
+    """Raise `DataError` if conversations are asked for of a file without rows."""
+    if reading.conversations is not None and format_of(part.file.address) == "text":
         raise DataError(
             f"{part.file.address}: is a text; data.source.pairs takes files of rows: "
             f"{' '.join(ROWS)}"
@@ -175,13 +171,16 @@ def _batches(pending: list[pa.Array], min_characters: int) -> Iterator[DocumentB
     if len(pending) > 1 and sum(array.nbytes for array in pending) < MAX_OFFSET:
         pending = [pa.concat_arrays(pending)]
     for array in pending:
-        is_pairs = pa.types.is_struct(array.type)
-        texts = array.flatten()[1] if is_pairs else array  # of a pair, what is learnt: its answer
+        if pa.types.is_list(array.type):
+            kept = array.drop_null()
+            offsets = kept.offsets.to_numpy().astype(np.int64)
+            yield DocumentBatch(kept.flatten(), offsets - offsets[0], len(array) - len(kept))
+            continue
         # Bytes are cheaper to count than code points, and tell an empty document as well.
-        length = pc.utf8_length(texts) if min_characters > 1 else pc.binary_length(texts)
+        length = pc.utf8_length(array) if min_characters > 1 else pc.binary_length(array)
         keep = pc.fill_null(pc.greater_equal(length, max(1, min_characters)), False)
         kept = array if pc.all(keep).as_py() else array.filter(keep)
-        yield DocumentBatch(alternate(kept) if is_pairs else kept, len(array) - len(kept))
+        yield DocumentBatch(kept, np.arange(len(kept) + 1), len(array) - len(kept))
 
 
 def read_range(
@@ -189,8 +188,8 @@ def read_range(
 ) -> Iterator[pa.Array]:
     """The rows of a range, in arrays of about `batch_bytes` and at most `BATCH_DOCUMENTS` rows.
 
-    They are strings or, with `reading.template`, structs of two strings: `prompt` and `answer`. A
-    row is null if it has no text or is skipped. Only a single row need fit into memory.
+    They are strings or, with `reading.conversations`, lists of strings. A row is null if it has no
+    text or is skipped. Only a single row need fit into memory.
 
     Raises `DataError` that names the file and the row, `pa.ArrowException` and `OSError` where
     the file is damaged or missing.
@@ -235,7 +234,7 @@ def _read_json_lines(
     """
     address = part.file.address
     for start, data in read_blocks(file, part, b"\n", batch_bytes):
-        if reading.template is None:
+        if reading.conversations is None:
             texts = parse_by_arrow(data, reading.column)
             if texts is not None:
                 yield texts
@@ -255,13 +254,15 @@ def _read_json_lines(
         yield pa.array(rows, reading.type)
 
 
-def _row_of(row: Mapping[str, Any], reading: Reading) -> str | Pair | None:
-    """The text or the pair of a row, None if it is skipped.
+def _row_of(row: Mapping[str, Any], reading: Reading) -> str | list[str] | None:
+    """The text of a row or the pieces of its conversation, None if it is skipped.
 
     Raises `DataError` that tells what is wrong with the row, but not which row it is.
     """
-    if reading.template is not None:
-        return pair_of(row, reading.template, reading.errors)
+    if reading.conversations is not None:
+        pieces = reading.conversations.pieces(row, reading.errors)
+        learned = sum(map(len, pieces[1::2])) if pieces else 0
+        return pieces if learned >= max(1, reading.min_characters) else None
     if reading.column not in row:
         raise _missing_column(reading.column, row)
     return text_of(row[reading.column], f"column {reading.column!r}", reading.errors)
@@ -273,14 +274,14 @@ def _missing_column(column: str, present: Iterable[str], where: str = "") -> Dat
 
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
     """The columns to read; raises `DataError` that names the file if one is missing or no text."""
-    names, column = schema.names, reading.column
-    columns = [column] if reading.template is None else pair_columns(names, f"{address}: ")
+    names, column, chats = schema.names, reading.column, reading.conversations
+    columns = [column] if chats is None else chats.columns_in(names, f"{address}: ")
     for each in columns:
         if names.count(each) > 1:
             raise DataError(
                 f"{address}: has {names.count(each)} columns {each!r}; rename all but one"
             )
-    if reading.template is not None:
+    if chats is not None:
         return columns
     if column not in names:
         raise _missing_column(column, names, f"{address}: ")
@@ -311,8 +312,8 @@ def _read_parquet(
 
 
 def text_bytes(metadata: Any, group: int, reading: Reading) -> int:
-    """The bytes of the texts of a row group of Parquet; of pairs, those of all columns."""
-    if reading.template is not None:
+    """The bytes of the texts of a row group of Parquet; of conversations, those of all columns."""
+    if reading.conversations is not None:
         return int(metadata.row_group(group).total_byte_size)
     return int(_text_chunk(metadata, group, reading.column).total_uncompressed_size)
 
@@ -331,7 +332,7 @@ def _batch_rows(metadata: Any, group: int, reading: Reading, batch_bytes: int) -
     most = BATCH_DOCUMENTS
     # A dictionary has each text once, so that the rows may have far more.
     if (
-        reading.template is not None
+        reading.conversations is not None
         or _text_chunk(metadata, group, reading.column).has_dictionary_page
     ):
         most = DICTIONARY_ROWS
@@ -372,7 +373,7 @@ def _rows(
     """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
     # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
     columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
-    if reading.template is None:
+    if reading.conversations is None:
         (array,) = columns.values()
         if len(array) > 1 and array.nbytes > MAX_OFFSET:
             half = len(array) // 2

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from infini_model.config import HubSource
 from infini_model.data.sources.chat import ChatTemplate
+from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import HUB, SourceFile, fingerprint, hub_errors
 from infini_model.data.sources.formats import Reading, format_of, text_columns
 from infini_model.runtime import storage
@@ -155,7 +156,8 @@ def _fetch(
     """The Parquet files that hold the columns of text of a dataset, in order."""
     version = commit or _hash_of(Path(source.repository))
     decides = [source.repository, source.configuration, source.split, version, source.column]
-    key = storage.content_key([*decides, source.limit, *(["pairs"] if source.pairs else [])])[:32]
+    chats = ["conversations", *source.columns] if source.pairs else []
+    key = storage.content_key([*decides, source.limit, *chats])[:32]
     folder = raw_dir / key
     with storage.lock(raw_dir / ".locks" / key):
         if not (folder / COMPLETE).is_file():
@@ -185,7 +187,8 @@ def _stream(
     import pyarrow.parquet as pq
 
     what, parts = f"dataset {source.repository}", sorted(folder.glob(PARTS))
-    reading = Reading(source.column, template=ChatTemplate("") if source.pairs else None)
+    chats = Conversations(ChatTemplate(""), columns=tuple(source.columns))
+    reading = Reading(source.column, conversations=chats if source.pairs else None)
     rows: int = sum(pq.read_metadata(path).num_rows for path in parts)
     done = sum(path.stat().st_size for path in parts)
     place: dict[str, Any] = {"version": datasets.__version__, "skipped": rows, "state": None}

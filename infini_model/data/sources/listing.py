@@ -16,6 +16,7 @@ from pathlib import Path
 from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.config.locations import is_store
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
+from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import FileRange, Listing, SourceFile, fingerprint
 from infini_model.data.sources.formats import Reading, check_format
 from infini_model.runtime import storage
@@ -79,8 +80,11 @@ def raw_files_lock(output_dir: Path) -> Path:
 def reading_of(config: DataConfig) -> Reading:
     """The settings of a source that decide its documents, before its tokenizer is known."""
     source = config.source
-    template = ChatTemplate(source.template or PLAIN_TEMPLATE) if source.pairs else None
-    reading = Reading(source.column, min_characters=source.min_characters, template=template)
+    reading = Reading(source.column, min_characters=source.min_characters)
+    if source.pairs:
+        template = ChatTemplate(source.template or PLAIN_TEMPLATE)
+        chats = Conversations(template, source.learn, tuple(source.columns))
+        reading = dataclasses.replace(reading, conversations=chats)
     if isinstance(source, FilesSource):
         return dataclasses.replace(reading, errors=source.errors, separator=source.separator)
     return reading

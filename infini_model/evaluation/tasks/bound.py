@@ -25,10 +25,9 @@ class LikelihoodBound(EvaluationTask):
         scored = context.score_draws(split, settings.max_windows, settings.draws)
         bound, margin = interval(scored)
         of_windows = Interval(bound, bound - margin, bound + margin)
-        unit = "token, averaged over answers" if context.manifest.pairs else "token"
         found = (
             f"The negative log-likelihood of the {split} split is at most "
-            f"**{bound:.4f} ± {margin:.4f}** nats per {unit}"
+            f"**{bound:.4f} ± {margin:.4f}** nats per token"
         )
         return TaskResult.of(
             {f"evaluation/{split}_likelihood_bound": of_windows},

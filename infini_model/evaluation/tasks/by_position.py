@@ -167,8 +167,8 @@ def find_long_documents(context: EvalContext) -> LongDocuments | str:
     segments = settings.segments or context.config.packing.context_length // shape.segment_length
     if shape.bidirectional and not shape.has_past:
         return "The model sees a window as a whole and has no memory."
-    if context.manifest.pairs:
-        return "The documents are prompts and answers, which are not scored along their length."
+    if context.manifest.conversations:
+        return "The documents are conversations, which are not scored along their length."
     if segments < 2:
         return (
             "A window has only one segment, so nothing is read from a memory; "

@@ -42,19 +42,15 @@ class Loss(EvaluationTask):
                 "The loss bounds the negative log-likelihood from above; each window is scored "
                 "with one draw of the noise, the same in every report."
             )
-        if context.manifest.pairs:
-            notes.append(
-                "Only answers are scored, each with the mean loss of its tokens; the loss is the "
-                "mean over the answers."
-            )
+        if context.manifest.conversations:
+            notes.append("Of conversations only the tokens that are learned are scored.")
         limit = context.config.evaluation.max_windows
         if limit is not None:
             notes.append(
                 f"`evaluation.max_windows` limits the scores to a fixed sample of {limit:,} "
                 "windows per split, the same as for validation during training."
             )
-        counted = "Answers" if context.manifest.pairs else "Tokens"
-        header = ("Split", "Loss (nats per token)", "Perplexity", counted, "Windows")
+        header = ("Split", "Loss (nats per token)", "Perplexity", "Tokens", "Windows")
         return TaskResult(
             metrics=metrics,
             section="\n\n".join([table(header, rows), *notes]),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from infini_model.data.loading.stream import open_split
+from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.pages import fenced
@@ -23,8 +23,8 @@ class Sample(EvaluationTask):
     def run(self, context: EvalContext) -> TaskResult:
         """Generate with the settings in `evaluation.sample` and the run's seed.
 
-        The document is the first one longer than the prompt length, or the longest one. Where
-        documents are prompts and answers, it is the first prompt that fits the context.
+        The document is the first one longer than the prompt length, or the longest one. Of
+        conversations it is the first whose beginning, up to what is learned, fits the context.
         """
         nothing = TaskResult(section="There is no held-out document to continue.")
         splits = context.manifest.splits
@@ -34,10 +34,10 @@ class Sample(EvaluationTask):
         settings = context.config.evaluation.sample
         stream = open_split(context.dataset_dir, split)
         longest, most = _lengths(context)
-        if stream.pairs:
+        if stream.conversations:
             # A causal model reads prompts of any length.
             limit = longest if context.model.config.bidirectional else math.inf
-            found = _first(stream.prompts(), lambda tokens: (tokens > 0) & (tokens <= limit))
+            found = _first(_prompts(stream), lambda tokens: (tokens > 0) & (tokens <= limit))
             number, longest = found or (0, 0)
         elif found := _first(stream.lengths(), lambda tokens: tokens > settings.prompt_tokens + 1):
             number, _ = found
@@ -79,6 +79,12 @@ def _lengths(context: EvalContext) -> tuple[int, int]:
         return settings.prompt_tokens, settings.max_new_tokens
     most = min(settings.max_new_tokens, model.segment_length // 2)
     return min(settings.prompt_tokens, model.segment_length - most), most
+
+
+def _prompts(stream: TokenStream) -> Iterator[np.ndarray]:
+    """The number of tokens of each conversation before those that are learned: int64 [1] each."""
+    for number in range(stream.documents):
+        yield np.array([stream.learnt_of(number).argmax()])
 
 
 def _first(

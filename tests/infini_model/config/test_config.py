@@ -377,7 +377,7 @@ def test_every_field_of_the_shape_is_refused_beside_initial_weights() -> None:
         (
             "batch_size=4",
             None,
-            "; it is data.batch_size, training.batch_size or evaluation.batch_size",
+            "; it is training.batch_size or evaluation.batch_size",
         ),
         ("training.grad_accum_nums=8", None, "; it is training.gradient_accumulation_steps"),
         (

@@ -39,7 +39,7 @@ class Machine:
         run = {"output_dir": self.folder, "data_dir": self.folder, "data_store": self.address}
         return validate({"run": run, "data": data.model_dump()})
 
-    def build(self, data: DataConfig, previous: str | None = None) -> Manifest:
+    def build(self, data: DataConfig) -> Manifest:
         """Build a dataset; `made` then has the keys of the partitions that were made for it."""
 
         def engine(config, tokenizer):
@@ -49,17 +49,16 @@ class Machine:
         self.made = []
         listing = download(data, self.folder, datasets_dir=self.folder)
         data, places = self.config(data).data, {"datasets_dir": self.folder, "store": self.address}
-        options = places | {"previous": previous, "make_engine": engine}
-        return build_dataset(listing, data, self.folder, **options)
+        return build_dataset(listing, data, self.folder, **places, make_engine=engine)
 
     def make(self, specs, datasets, advance):
         """Make partitions, as an engine does, and note their keys."""
         self.made = [spec.key for spec in specs]
         self._engine.make(specs, datasets, advance)
 
-    def plan(self, data: DataConfig, previous: str | None = None) -> Plan:
+    def plan(self, data: DataConfig) -> Plan:
         listing = download(data, self.folder, datasets_dir=self.folder)
-        return plan_dataset(listing, self.config(data), previous=previous)
+        return plan_dataset(listing, self.config(data))
 
     def finished(self, data: DataConfig) -> Plan:
         return finished_dataset(self.config(data))

@@ -7,6 +7,7 @@ import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 
 import pytest
 from builds import in_a_fork, killed_in_an_access, with_full_disk
@@ -23,6 +24,8 @@ from infini_model.data.loading.stream import open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
 from infini_model.data.partitions import Partition, PartitionDefaults
 from infini_model.data.sources import text
+from infini_model.data.sources.chat import ChatTemplate
+from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import FileRange, SourceFile
 from infini_model.data.sources.formats import Reading
 from infini_model.data.sources.listing import download
@@ -79,7 +82,6 @@ def test_every_document_is_there_once_as_tokenizers_encodes_it_with_end_of_text(
         write_parquet(tmp_path / "a.parquet", [*texts, *[""] * 1000]),
         tokenizer={"spec": template if template == "bytes" else str(tmp_path)},
         splits=THIRDS,
-        batch_size=7,
         workers=2,
     )
     manifest, folder = build(config, tmp_path)
@@ -115,7 +117,7 @@ def test_the_shards_do_not_depend_on_how_they_were_made(tmp_path):
     for source, fields in (
         (raw, {"workers": 1}),
         (raw, {"workers": 2}),
-        (renamed, {"workers": 1, "batch_size": 3}),
+        (renamed, {"workers": 1}),
     ):
         config = files_config(source / "*.txt", splits=THIRDS, partition_megabytes=1, **fields)
         manifest, folder = build(config, tmp_path / str(len(made)))
@@ -128,7 +130,7 @@ FILE = SourceFile(address="/a/b.txt", bytes=3, fingerprint="sha256:ab", version=
 RECORD = TokenizerRecord(
     spec="bytes", vocab_size=256, eos_token_id=255, fingerprint="f", dtype="uint8"
 )
-EVERY = {"reading": Reading(), "tokenizer": RECORD, "splits": SplitsConfig(), "batch_size": 9}
+EVERY = {"reading": Reading(), "tokenizer": RECORD, "splits": SplitsConfig()}
 
 
 def spec_of(*ranges, **changes):
@@ -142,13 +144,15 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     spec = spec_of(part, other)
     moved = FILE.model_copy(update={"address": "s3://c/d.md", "version": "2"})
     same = (FileRange(file=moved, start=5), FileRange(file=moved))
-    assert spec_of(*same, batch_size=1).key == spec.key
     ranges = [FileRange(file=FILE, start=6), FileRange(file=FILE, start=5, stop=6)]
     files = ({"fingerprint": "x"}, {"address": "a.jsonl"})
     ranges += [FileRange(file=FILE.model_copy(update=each), start=5) for each in files]
+    chat = Conversations(ChatTemplate("{role}{content}"))
+    chats = chat, replace(chat, learn="last"), replace(chat, columns=("q", "a"))
+    chats += (Conversations(ChatTemplate("{role}: {content}")),)
     readings = (
         *({"column": "body"}, {"errors": "skip"}, {"min_characters": 5}, {"separator": "x"}),
-        *({"template": "{role}{content}"}, {"template": "{role}: {content}"}),
+        *({"conversations": each} for each in chats),
     )
     records = ({"fingerprint": "g"}, {"eos_token_id": 0}, {"bos_token_id": 0})
     changes = [{"splits": SplitsConfig(**THIRDS)}]
@@ -157,6 +161,7 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     different = [spec_of(part), *(spec_of(part, each) for each in ranges)]
     different += [spec_of(part, other, **each) for each in changes]
     assert len({spec.key, *(each.key for each in different)}) == len(different) + 1
+    assert spec_of(*same).key == spec.key
     # Datasets and partitions on disk are found by these.
     spec = spec_of(part, splits=SplitsConfig(**THIRDS))
     assert spec.key == "8b44bea27ab12734db8bc2caa4fc1782"

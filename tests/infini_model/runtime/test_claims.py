@@ -82,7 +82,7 @@ DECIDING = (
     *("packing.context_length=256", "run.seed=3"),
 )
 OTHERS = (
-    *("run.log_level=debug", "data.batch_size=8", "launch.processes=2", "logging.logging_steps=3"),
+    *("run.log_level=debug", "launch.processes=2", "logging.logging_steps=3"),
     *("checkpoint.save_steps=3", "evaluation.max_windows=3", "comparison.runs=[a]"),
     *("tracking.mlflow=false", "stages.train.retries=7"),
 )

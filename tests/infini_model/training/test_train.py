@@ -277,7 +277,7 @@ def test_fp16_skips_overflows_halves_its_scale_and_resumes_to_the_same_bits(
 
 
 def test_settings_that_do_not_fit_the_dataset_or_the_run_are_refused(
-    dataset, pairs, make_config, tmp_path
+    dataset, make_config, tmp_path
 ):
     run_dir = tmp_path / "run"
     train(make_config(training={"max_steps": 1}), dataset, run_dir)
@@ -290,7 +290,6 @@ def test_settings_that_do_not_fit_the_dataset_or_the_run_are_refused(
         (make_config(training=longer), dataset, "run", r"training\.max_steps is 1, not 2"),
         (make_config(training=larger), dataset, "run", r"batch_size is \d, not 3; choose"),
         (make_config(training=many, launch={"force": True}), dataset, "new", "too few tokens for"),
-        (make_config(), pairs, "new", r"packing\.mode: .* need packing\.mode=document and"),
     ):
         with pytest.raises(UserError, match=error):
             train(config, data, tmp_path / folder)

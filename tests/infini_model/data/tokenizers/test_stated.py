@@ -150,7 +150,7 @@ def test_a_folder_with_another_form_of_tokenizer_says_what_is_read(tmp_path):
 )
 def test_a_template_that_refuses_is_quoted_in_one_line(source, reason):
     with pytest.raises(DataError, match=reason) as caught:
-        ChatTemplate(source).pair(TALK[:2])
+        ChatTemplate(source).pieces(TALK[:2])
     assert "\n" not in str(caught.value)
 
 
@@ -169,5 +169,27 @@ def test_the_line_of_a_message_and_the_program_that_it_becomes_agree(source):
 
 def test_what_ends_the_document_is_not_there_twice():
     chat = ChatTemplate("<{role}>{content}<end>\n", end="<end>")
-    assert chat.pair(TALK[:2]) == ("<user>1 + 1?<end>\n<assistant>", "2 👍")
-    assert ChatTemplate(chat.source).pair(TALK[:2])[1] == "2 👍<end>"
+    talk = [*TALK[:2], {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    asked, again = "<user>1 + 1?<end>\n<assistant>", "\n<user>?<end>\n<assistant>"
+    assert chat.pieces(talk) == [asked, "2 👍<end>", again, "!"]
+    assert ChatTemplate(chat.source).pieces(talk)[-1] == "!<end>"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        # The last message alone is closed with a token of its own, or shown in full.
+        (
+            "{{ m.content }}<{{ 'x' if loop.last and m.role != 'user' }}>",
+            "closes an earlier answer",
+        ),
+        ("{{ m.content if loop.revindex < 3 else '…' }}<end>", "changes the prompt once"),
+    ],
+)
+def test_a_template_that_later_messages_change_can_learn_the_last_answer_alone(source, reason):
+    talk = [*TALK[:2], {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    opening = "{% for m in messages %}<{{ m.role }}>"
+    asks = "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    chat = ChatTemplate(opening + source + asks)
+    with pytest.raises(DataError, match=f"{reason}.*; data.source.learn=last learns the last"):
+        chat.pieces(talk)

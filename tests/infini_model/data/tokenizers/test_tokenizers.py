@@ -290,7 +290,7 @@ def test_a_wrong_fast_tokenizer_is_detected_and_replaced(tmp_path, trained, capl
     assert not wrong.same_ids(TEXTS[0].encode(), wrong.encode_batch(TEXTS[:1]).ids)
 
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])
-    config = files_config(raw, batch_size=7)
+    config = files_config(raw)
     made = []
     for tokenizer in (wrong, BPETokenizer("x", trained.text)):
         monkeypatch.setattr(builds, "dataset_tokenizer", lambda *_, used=tokenizer: (used, None))

@@ -6,6 +6,7 @@ from infini_model.config.data import (
     FilesSource,
     HubSource,
     PackingConfig,
+    Remainder,
     SplitsConfig,
 )
 from infini_model.config.evaluation import SampleConfig, UnmaskingConfig

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PositiveFloat, Tag
 
@@ -265,13 +265,16 @@ def _in_order(schedule: dict[float, int]) -> dict[float, int]:
 ContextSchedule = Annotated[dict[Fraction, PositiveInt], AfterValidator(_in_order)]
 
 
+Remainder: TypeAlias = Literal["share", "pad", "drop"]
+
+
 class PackingConfig(Section):
     """How the token stream is cut into windows; changing it needs no new tokenisation."""
 
     mode: Literal["packed", "document", "aligned"] = "packed"
-    """packed cuts the token stream into windows that may span documents; document cuts each
-    document separately; aligned starts each document on a segment boundary and resets the memory
-    there."""
+    """packed cuts the token stream into windows that may span documents; document begins each
+    document in a window of its own; aligned begins it on a segment boundary and resets the memory
+    there. packing.remainder lets short documents share."""
     context_length: PositiveInt = 512
     """Tokens in one window; a multiple of model.segment_length."""
     context_schedule: ContextSchedule | None = None
@@ -279,6 +282,7 @@ class PackingConfig(Section):
     32}: a memory learns sooner from short windows, and to last from long ones. Each divides the
     next, and the last makes packing.context_length. A step has as many tokens throughout. null
     (default) has windows of context_length from the start."""
-    remainder: Literal["drop", "pad"] = "drop"
-    """What to do with the tokens after a document's last full window (mode=document only): drop
-    them, or pad them to a full window."""
+    remainder: Remainder = "share"
+    """The rest of the window (document) or segment (aligned) in which a document ends: share it
+    with the next documents that fit in whole and see each other there, pad it, or drop what does
+    not fill one."""

@@ -3,7 +3,12 @@
 A window of context length C predicts C tokens from the C before them, so it reads C + 1 tokens of
 the stream, or fewer at the end of a document. Every mode is a table of rows, each with a start in
 the stream and a number of predicting positions. A window is one row (`packed`, `document`) or one
-row per segment (`aligned`, so that each document starts on a segment boundary).
+row per segment (`aligned`, so that each document that needs more than one starts on a boundary).
+
+A row that a document does not fill is shared with the next documents as far as they fit in whole:
+most texts of the web are shorter than a segment that a GPU computes efficiently. What shares a row
+is consecutive in the stream and sees each other, as in `packed`; a mask would take the fused
+kernels from all segments for the sake of a few.
 """
 
 from __future__ import annotations
@@ -13,11 +18,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from infini_model.config import PackingConfig
+from infini_model.config import PackingConfig, Remainder
 from infini_model.data.loading.stream import DOCUMENTS_AT_ONCE, TokenStream
 
-# Documents whose rows are counted anew for each row that is located in one of them; it divides
-# `DOCUMENTS_AT_ONCE`.
+# Documents whose rows are counted anew for each row that is located in one of them, and the most
+# that share rows; it divides `DOCUMENTS_AT_ONCE`.
 BLOCK = 16
 INSIDE = np.arange(BLOCK + 1)
 
@@ -26,7 +31,8 @@ class Rows(NamedTuple):
     """Rows of the stream.
 
     `starts` int64 [R]: start of each row in the stream. `valid` int64 [R]: number of positions that
-    predict a token of the row's own document. `first` bool [R]: whether a document starts here.
+    predict a token of the row's own documents. `first` bool [R]: whether a document starts here,
+    at the row's first token.
     """
 
     starts: np.ndarray
@@ -64,9 +70,11 @@ class StreamPacking:
 
 
 class DocumentPacking:
-    """Windows whose rows never span two documents.
+    """Windows whose rows begin with a document or continue the one before.
 
-    A document of L tokens has L - 1 positions; a partial last row is dropped, or kept if `pad`.
+    A document of L tokens has L - 1 positions. A last row that it does not fill is shared with the
+    documents after it that fit, padded, or dropped, as `remainder` says. Documents that share rows
+    are counted as one, which has as many rows as its first.
 
     Rows are numbered through all documents. Only the number of rows before each block of
     `BLOCK` documents of a shard is kept, half a byte a document; within a block, rows are counted
@@ -74,12 +82,17 @@ class DocumentPacking:
     """
 
     def __init__(
-        self, documents: TokenStream, row_length: int, *, pad: bool, rows_per_window: int = 1
+        self,
+        documents: TokenStream,
+        row_length: int,
+        remainder: Remainder,
+        *,
+        rows_per_window: int = 1,
     ) -> None:
         self.row_length = row_length
         self.rows_per_window = rows_per_window
         self._documents = documents
-        self._pad = pad
+        self._remainder = remainder
         blocks = -(-np.diff(documents.document_starts) // BLOCK)
         self._block_starts = np.concatenate([[0], np.cumsum(blocks)])
         self._row_starts = self._count_rows()
@@ -95,26 +108,47 @@ class DocumentPacking:
         shards = np.searchsorted(self._block_starts, blocks, side="right") - 1
         places = ((blocks - self._block_starts[shards]) * BLOCK)[:, None] + INSIDE
         offsets = self._documents.offsets_at(shards, places)
-        lengths = (offsets[:, 1:] - offsets[:, :-1]).reshape(-1)
-        counts = self._rows_of(lengths)
+        lengths = offsets[:, 1:] - offsets[:, :-1]
+        begins = self._begins(lengths)
+        firsts = np.flatnonzero(begins)
+        counts = self._rows_of(lengths, begins).reshape(-1)[firsts]
         # The documents of these blocks are searched as if there were no others: `ends` counts their
         # rows, and the rows that are skipped before each block.
         ends = np.cumsum(counts)
-        skipped = self._row_starts[blocks] - (ends - counts)[::BLOCK]
-        ends += np.repeat(skipped, BLOCK)
-        document = np.searchsorted(ends, rows, side="right")
+        skipped = self._row_starts[blocks] - (ends - counts)[firsts % BLOCK == 0]
+        ends += skipped[firsts // BLOCK]
+        found = np.searchsorted(ends, rows, side="right")
+        document = firsts[found]
         block = document // BLOCK
-        place = (rows - ends[document] + counts[document]) * self.row_length
+        place = (rows - ends[found] + counts[found]) * self.row_length
         start = offsets.reshape(-1)[document + block] + self._documents.token_starts[shards[block]]
-        left = lengths[document] - 1 - place
+        left = np.add.reduceat(lengths.reshape(-1), firsts)[found] - 1 - place
         return Rows(start + place, np.minimum(left, self.row_length), place == 0)
 
-    def _rows_of(self, lengths: np.ndarray) -> np.ndarray:
-        """The number of rows of documents of these lengths: int64."""
+    def _begins(self, lengths: np.ndarray) -> np.ndarray:
+        """Whether documents begin a row: bool [blocks, BLOCK], as `lengths`, 0 past the last.
+
+        The first of a block does.
+        """
+        if self._remainder != "share":
+            return np.ones(lengths.shape, bool)
+        begins = np.empty((BLOCK, len(lengths)), bool)
+        # Positions that are left in the last row of each document, if it begins one.
+        lengths = np.ascontiguousarray(lengths.T)
+        left = (1 - lengths) % self.row_length
+        room = np.full(len(lengths[0]), -1, left.dtype)
+        for place in range(BLOCK):
+            np.greater(lengths[place], room, out=begins[place])
+            room = np.where(begins[place], left[place], room - lengths[place])
+        return begins.T
+
+    def _rows_of(self, lengths: np.ndarray, begins: np.ndarray) -> np.ndarray:
+        """The number of rows that documents of these lengths begin: int64."""
         rows = lengths.astype(np.int64)
-        rows += self.row_length - 2 if self._pad else -1
+        rows += -1 if self._remainder == "drop" else self.row_length - 2
         rows //= self.row_length
         # A document has at least its end-of-text token; a place past the last document has none.
+        rows *= begins
         return np.maximum(rows, 0, out=rows)
 
     def _count_rows(self) -> np.ndarray:
@@ -122,11 +156,10 @@ class DocumentPacking:
         starts = np.zeros(int(self._block_starts[-1]) + 1, np.int64)
         done = 1
         for parts in _together(self._documents.lengths()):
-            sizes = np.array([len(part) for part in parts])
-            rows = self._rows_of(np.concatenate(parts))
-            sums = np.add.reduceat(rows, _block_firsts(sizes))
-            starts[done : done + len(sums)] = sums
-            done += len(sums)
+            lengths = _blocks_of(parts)
+            rows = self._rows_of(lengths, self._begins(lengths)).sum(axis=1)
+            starts[done : done + len(rows)] = rows
+            done += len(rows)
         return np.cumsum(starts, out=starts)
 
 
@@ -147,13 +180,14 @@ def _together(arrays: Iterator[np.ndarray]) -> Iterator[list[np.ndarray]]:
         yield group
 
 
-def _block_firsts(sizes: np.ndarray) -> np.ndarray:
-    """The first documents of the blocks of consecutive arrays of documents of these sizes."""
+def _blocks_of(parts: list[np.ndarray]) -> np.ndarray:
+    """The numbers of each array in blocks of their own, filled up with 0: int32 [blocks, BLOCK]."""
+    sizes = np.array([len(part) for part in parts])
     blocks = -(-sizes // BLOCK)
-    block_starts = np.cumsum(blocks) - blocks
-    starts = np.cumsum(sizes) - sizes
-    firsts: np.ndarray = np.repeat(starts - block_starts * BLOCK, blocks)
-    return firsts + np.arange(len(firsts)) * BLOCK
+    shift = (np.cumsum(blocks) - blocks) * BLOCK - (np.cumsum(sizes) - sizes)
+    filled = np.zeros(int(blocks.sum()) * BLOCK, np.int32)
+    filled[np.arange(int(sizes.sum())) + np.repeat(shift, sizes)] = np.concatenate(parts)
+    return filled.reshape(-1, BLOCK)
 
 
 def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> Packing:
@@ -166,7 +200,7 @@ def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> 
     if config.mode == "packed":
         return StreamPacking(int(documents.token_starts[-1]), length)
     if config.mode == "document":
-        return DocumentPacking(documents, length, pad=config.remainder == "pad")
+        return DocumentPacking(documents, length, config.remainder)
     return DocumentPacking(
-        documents, segment_length, pad=True, rows_per_window=length // segment_length
+        documents, segment_length, config.remainder, rows_per_window=length // segment_length
     )

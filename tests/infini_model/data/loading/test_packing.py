@@ -38,7 +38,7 @@ def shard_folder(tmp_path_factory):
 def make_windows(shard_folder):
     """Windows over documents whose tokens are all distinct, so each can be identified."""
 
-    def make(shape, mode, context_length=6, remainder="drop"):
+    def make(shape, mode, context_length=6, remainder="share"):
         stream = numbered_stream(shard_folder, shape)
         config = PackingConfig(mode=mode, context_length=context_length, remainder=remainder)
         return Windows(stream, pack(stream, config, SEGMENT), mode == "aligned", "test")
@@ -52,17 +52,39 @@ def gather_all(windows):
     return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.document_starts
 
 
-def plain_rows(shape, row_length, pad):
+def joined(sizes, row_length):
+    """Lengths of the documents of a shard, where those that share rows are one.
+
+    A document shares the rows of those before it if they need no more of them for it.
+    """
+
+    def rows(length):
+        return -(-(length - 1) // row_length)
+
+    lengths = []
+    for number, length in enumerate(sizes):
+        if number % BLOCK and 0 < rows(lengths[-1]) == rows(lengths[-1] + length):
+            lengths[-1] += length
+        else:
+            lengths.append(length)
+    return lengths
+
+
+def plain_rows(shape, row_length, remainder):
     """Start, valid positions and whether it is the first, for every row of documents in a row."""
+    if remainder == "share":
+        shape = [joined(sizes, row_length) for sizes in shape]
     rows, start = [], 0
     for length in itertools.chain(*shape):
         for before in range(0, length - 1, row_length):
             valid = min(length - 1 - before, row_length)
-            if pad or valid == row_length:
+            if remainder != "drop" or valid == row_length:
                 rows.append((start + before, valid, before == 0))
         start += length
     return rows
 
+
+remainders = st.sampled_from(["share", "pad", "drop"])
 
 # Documents of one token upwards, mostly short, in enough of them for several blocks.
 many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BLOCK), max_size=4)
@@ -71,17 +93,19 @@ many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BL
 @given(
     many,
     st.integers(1, 20),
-    st.booleans(),
+    remainders,
     st.integers(1, 3),
     st.sampled_from([BLOCK, 2 * BLOCK, 1 << 16]),
     st.data(),
 )
-def test_rows_are_as_plainly_defined(shard_folder, shape, row_length, pad, together, at_once, data):
+def test_rows_are_as_plainly_defined(
+    shard_folder, shape, row_length, remainder, together, at_once, data
+):
     stream = numbered_stream(shard_folder, shape, max_mapped=2)
-    expected = plain_rows(shape, row_length, pad)
+    expected = plain_rows(shape, row_length, remainder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "DOCUMENTS_AT_ONCE", at_once)
-        packing = DocumentPacking(stream, row_length, pad=pad, rows_per_window=together)
+        packing = DocumentPacking(stream, row_length, remainder, rows_per_window=together)
     assert packing.windows == len(expected) // together
     if packing.windows:
         number = st.integers(0, packing.windows - 1)
@@ -107,15 +131,18 @@ def test_packed_predicts_every_token_but_the_first_once(make_windows, shape, con
 @given(
     shapes,
     st.integers(1, 12),
-    st.sampled_from([("document", "drop"), ("document", "pad"), ("aligned", "drop")]),
+    st.sampled_from(["document", "aligned"]),
+    remainders,
 )
-def test_windows_hold_the_rows_of_the_plain_definition(make_windows, shape, context, mode):
+def test_windows_hold_the_rows_of_the_plain_definition(
+    make_windows, shape, context, mode, remainder
+):
     """Aligned documents start on segments, and reset there."""
-    aligned = mode[0] == "aligned"
+    aligned = mode == "aligned"
     length, together = (SEGMENT, 2) if aligned else (context, 1)
-    windows = make_windows(shape, mode[0], length * together, mode[1])
+    windows = make_windows(shape, mode, length * together, remainder)
     inputs, labels, reset = gather_all(windows)
-    rows = plain_rows(shape, length, pad=mode != ("document", "drop"))
+    rows = plain_rows(shape, length, remainder)
     rows = rows[: len(rows) // together * together]
     stream = np.arange(1, sum(map(sum, shape)) + 1).tolist()
     expected_inputs, expected_labels = [], []
@@ -132,15 +159,11 @@ def test_windows_hold_the_rows_of_the_plain_definition(make_windows, shape, cont
         assert reset is None
 
 
-@given(
-    shapes,
-    st.integers(1, 4),
-    st.sampled_from(
-        [("packed", "drop"), ("document", "drop"), ("document", "pad"), ("aligned", "drop")]
-    ),
-)
-def test_the_spans_of_a_window_are_its_tokens_by_document(make_windows, shape, segments, mode):
-    windows = make_windows(shape, mode[0], segments * SEGMENT, mode[1])
+@given(shapes, st.integers(1, 4), st.sampled_from(["packed", "document", "aligned"]), remainders)
+def test_the_spans_of_a_window_are_its_tokens_by_document(
+    make_windows, shape, segments, mode, remainder
+):
+    windows = make_windows(shape, mode, segments * SEGMENT, remainder)
     inputs, labels, _ = gather_all(windows)
     stream = windows.stream
     for index in range(len(windows)):

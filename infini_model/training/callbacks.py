@@ -30,7 +30,8 @@ class Step:
     Attributes:
         number: 1 for the first step.
         total: Total steps of the training.
-        loss: Mean loss over the targets of the global batch, in nats.
+        targets: Number of targets of the global batch: neither padding nor what is not learned.
+        loss: Mean loss over them, in nats.
         rank_loss: Sum of the losses of this rank's share of the batch.
         grad_norm: Norm of all gradients before clipping.
         learning_rate: Learning rate of the matrices.
@@ -44,6 +45,7 @@ class Step:
 
     number: int
     total: int
+    targets: int
     loss: float
     rank_loss: float
     grad_norm: float

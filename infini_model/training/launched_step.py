@@ -25,8 +25,9 @@ class LaunchedStep:
 
     Attributes:
         make_step: Makes the `Step` of what the device has found.
-        numbers: Loss, loss of this rank, gradient norm, whether fp16 overflowed, how many ranks
-            received each of `STOPS`, and in fp16 the loss scale after the step, float64.
+        numbers: Number of targets, loss, loss of this rank, gradient norm, whether fp16 overflowed,
+            how many ranks received each of `STOPS`, and in fp16 the loss scale after the step,
+            float64.
         scaler: State of fp16's loss scale with which its gradients were computed.
         began: When the host began it, by `time.perf_counter`.
         after: The event on the device after which the step begins there; None on the CPU.
@@ -46,9 +47,10 @@ class LaunchedStep:
         if self.after is not None and self.ready is not None:
             self.ready.synchronize()
             seconds = self.after.elapsed_time(self.ready) / 1000.0
-        loss, rank_loss, norm, overflowed, *others = self.numbers.tolist()
+        targets, loss, rank_loss, norm, overflowed, *others = self.numbers.tolist()
         signals, scale = others[: len(STOPS)], others[len(STOPS) :]
         step = self.make_step(
+            targets=round(targets),
             loss=loss,
             rank_loss=rank_loss,
             grad_norm=norm,

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from infini_model.data.loading.coverage import Coverage, measure_coverage
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import RULES
 from infini_model.runtime.errors import DeviceError
@@ -74,9 +75,8 @@ class Recorder(Callback):
     `exporters` follow the file.
     """
 
-    def __init__(self, file: MetricsFile, exporters: Exporters, step_tokens: int) -> None:
-        """`step_tokens` is the number of tokens in a global batch."""
-        self._file, self._exporters, self._step_tokens = file, exporters, step_tokens
+    def __init__(self, file: MetricsFile, exporters: Exporters) -> None:
+        self._file, self._exporters = file, exporters
         self._stall_seconds: float | None = None
 
     def on_start(self, step: int) -> None:  # noqa: ARG002
@@ -88,7 +88,7 @@ class Recorder(Callback):
         values = {
             "train/loss": step.loss,
             "train/learning_rate": step.learning_rate,
-            "train/tokens_per_second": self._step_tokens / step.seconds,
+            "train/tokens_per_second": step.targets / step.seconds,
             "train/step_seconds": step.seconds,
             "train/data_wait_seconds": step.wait_seconds,
         }
@@ -238,7 +238,7 @@ def _product_flops(weight: Tensor) -> int:
 
 
 class Utilization(Callback):
-    """The MFU of the training.
+    """The MFU of the training, for which only positions with a target count.
 
     The peak is that of 16-bit matmuls: there is no MFU in fp32, on a CPU or on an unknown GPU.
     """
@@ -248,12 +248,14 @@ class Utilization(Callback):
         if world.device.type == "cuda" and setup.train_module.precision.name != "fp32":
             peak = peak_flops(torch.cuda.get_device_name(world.device))
         length = setup.config.packing.context_length
-        flops = setup.step_tokens * flops_per_token(setup.model, length)
+        flops = flops_per_token(setup.model, length)
         self._share = None if peak is None else flops / (world.size * peak)
 
     def metrics(self, step: Step) -> dict[str, float]:
         """`train/mfu`, if it is known."""
-        return {} if self._share is None else {"train/mfu": self._share / step.seconds}
+        return (
+            {} if self._share is None else {"train/mfu": self._share * step.targets / step.seconds}
+        )
 
 
 class Console(Callback):
@@ -324,8 +326,11 @@ def log_banner(setup: TrainingSetup) -> None:
     log.info("Rank %d of %d: %s%s", world.rank, world.size, gpu, where)
     if not world.is_main:
         return
-    for line in (RULE, *_banner(setup), RULE):
+    coverage = measure_coverage(setup.windows["train"], setup.config.model.segment_length)
+    for line in (RULE, *_banner(setup, coverage), RULE):
         log.info("%s", line)
+    for warning in coverage.warnings(setup.config.packing.mode, setup.config.model.memory):
+        log.warning("%s", warning)
     training, name = setup.config.training, setup.manifest.folder_name
     if training.warmup_steps > training.total_steps:
         log.warning(
@@ -339,10 +344,11 @@ def log_banner(setup: TrainingSetup) -> None:
             log.warning("%s: split %s is too small for one window; no loss", name, split)
 
 
-def _banner(setup: TrainingSetup) -> list[str]:
+def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     """What is trained, where, from which weights, and how long."""
     config, world, plan, start = setup.config, setup.world, setup.plan, setup.start
     total, windows = config.training.total_steps, len(setup.windows["train"])
+    positions = plan.global_batch * config.packing.context_length
     growth = []
     if (schedule := config.packing.context_schedule) is not None:
         begins = [phase.first // plan.global_batch for phase in setup.loader.phases]
@@ -371,8 +377,9 @@ def _banner(setup: TrainingSetup) -> list[str]:
         f"Number of processes: {world.size}, {config.launch.strategy}",
         f"Batch size per process: {plan.micro_batch}",
         f"Gradient accumulation: {plan.accumulation}",
-        f"Total batch size: {plan.global_batch} windows, {setup.step_tokens:,} tokens per step",
+        f"Total batch size: {plan.global_batch} windows, {positions:,} positions per step",
         *growth,
+        *coverage.describe(),
         f"Model parameters: {parameters}",
         f"Memory per process, estimated: {memory}",
         f"Vocabulary size: {config.model.vocab_size}",

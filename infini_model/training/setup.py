@@ -126,11 +126,6 @@ class TrainingSetup:
         path = str(self.dataset_dir.resolve())
         return {"name": self.manifest.name, "key": self.manifest.key, "path": path}
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a global batch."""
-        return self.plan.global_batch * self.config.packing.context_length
-
     def state(self, step: int, samples_seen: int) -> TrainerState:
         """The state after `step` steps, with `samples_seen` windows read."""
         return TrainerState(

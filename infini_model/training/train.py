@@ -228,7 +228,8 @@ class Trainer:
                 logged=self._is_due(self.config.logging.logging_steps),
             ),
             numbers=copy_to_host(
-                loss, rank_loss[0], norm, overflowed, *sums[1:], *self.scaler.tensors[:1]
+                *(targets, loss, rank_loss[0], norm, overflowed),
+                *(*sums[1:], *self.scaler.tensors[:1]),
             ),
             scaler=scale_before,
             began=began,
@@ -344,7 +345,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     if setup.record is not None:
         exporters = Exporters(setup.run_dir, setup.config, setup.dataset)
         callbacks += [
-            Recorder(setup.record, exporters, setup.step_tokens),
+            Recorder(setup.record, exporters),
             SystemMetrics(),
             SpikeWarning(setup.plan.global_batch),
         ]

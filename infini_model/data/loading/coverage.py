@@ -1,0 +1,90 @@
+"""How much of what a training computes is learned from: the fill of its windows.
+
+Padding costs as much as text. And a memory is read only by the segments after a document's first:
+where documents are hardly longer than a segment, most segments start with an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from infini_model.data.loading.stream import TokenStream
+from infini_model.data.loading.windows import Windows, sample_windows
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+# Windows and documents that are looked at: enough for 3%, of a shard each at worst.
+SAMPLE = 1024
+LEAST_PREDICTED, LEAST_RECALLED = 0.6, 0.25
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The shares of windows that are learned from, and the documents that make them so.
+
+    Attributes:
+        predicted: Share of the positions that predict a token of a document; the rest is padding.
+        recalled: Share of the segments with such positions that read a memory of earlier ones.
+        lengths: Tokens of documents, by `QUANTILES`.
+    """
+
+    predicted: float
+    recalled: float
+    lengths: tuple[int, ...]
+
+    def describe(self) -> list[str]:
+        """A line for each."""
+        lengths = (f"{q:.0%} {n:,}" for q, n in zip(QUANTILES, self.lengths, strict=True))
+        return [
+            f"Positions with a target: {self.predicted:.0%}",
+            f"Segments that read a memory: {self.recalled:.0%}",
+            f"Tokens of a document, by quantile: {', '.join(lengths)}",
+        ]
+
+    def warnings(self, mode: str, memory: str) -> Iterator[str]:
+        """Yield a line for windows that are mostly padding, or hardly teach the memory.
+
+        `mode` is `packing.mode`, `memory` is `model.memory`.
+        """
+        smaller = "packing.context_length" if mode == "document" else "model.segment_length"
+        if self.predicted < LEAST_PREDICTED:
+            yield (
+                f"only {self.predicted:.0%} of the positions have a target, the rest is padding: "
+                f"lower {smaller}, or set packing.remainder=share or packing.mode=packed"
+            )
+        if memory != "none" and self.recalled < LEAST_RECALLED:
+            yield (
+                f"only {self.recalled:.0%} of the segments read a memory, and only from them does "
+                "it learn: lower model.segment_length, raise packing.context_length, or set "
+                "packing.mode=packed"
+            )
+
+
+def measure_coverage(windows: Windows, segment_length: int) -> Coverage:
+    """The coverage of `windows`, from a sample of them; reads where documents start, no tokens.
+
+    There must be a window. Raises `DataError` if a shard is missing or damaged.
+    """
+    packing = windows.packing
+    rows = packing.locate(sample_windows(len(windows), SAMPLE))
+    with_target = -(-rows.valid // segment_length)
+    # A window begins with an empty memory.
+    starts = np.arange(len(with_target)) % packing.rows_per_window == 0
+    if windows.aligned:
+        starts |= rows.first
+    return Coverage(
+        predicted=float(rows.valid.mean()) / packing.row_length,
+        recalled=1 - float(starts.sum() / with_target.sum()),
+        lengths=_length_quantiles(windows.stream),
+    )
+
+
+def _length_quantiles(stream: TokenStream) -> tuple[int, ...]:
+    numbers = sample_windows(stream.documents, SAMPLE)
+    shards = np.searchsorted(stream.document_starts, numbers, side="right") - 1
+    places = numbers - stream.document_starts[shards]
+    edges = stream.offsets_at(shards, places[:, None] + np.arange(2))
+    lengths = np.quantile(edges[:, 1] - edges[:, 0], QUANTILES, method="nearest")
+    return tuple(lengths.tolist())

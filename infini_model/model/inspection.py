@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infini_model.config import Config
-
 # A read weight that moved less, before the sigmoid if it has one, has not learned.
 UNMOVED = 0.01
 # Decimal places with which gains are shown, in nats per token.
@@ -37,14 +35,11 @@ def hurts(gain: float, error: float) -> str | None:
     )
 
 
-def unmoved(changes: Sequence[float], steps: int, config: Config) -> str | None:
+def unmoved(changes: Sequence[float], steps: int) -> str | None:
     """Of read weights that changed so much in `steps` steps."""
     if any(abs(change) >= UNMOVED for change in changes):
         return None
-    remedy = "Raise training.memory_learning_rate."
-    if config.packing.context_length <= config.model.segment_length:
-        remedy = (
-            "A window of one segment has no memory to read: make packing.context_length several "
-            "times model.segment_length."
-        )
-    return f"All read weights are still where they started after {steps:,} steps. {remedy}"
+    return (
+        f"All read weights are still where they started after {steps:,} steps. Raise "
+        "training.memory_learning_rate."
+    )

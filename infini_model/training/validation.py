@@ -135,7 +135,9 @@ class MemoryReports(Callback):
         # The newest metrics of the run, and what they were a reason to warn of; on rank 0.
         self._newest: Line = {}
         self._warned: set[str] = set()
-        self._rule = RULES.get(setup.config.model.memory)
+        # A window of one segment reads nothing.
+        is_read = self._config.packing.context_length > self._config.model.segment_length
+        self._rule = RULES.get(self._config.model.memory) if is_read else None
 
     def on_start(self, step: int) -> None:
         """Read what earlier processes of the run recorded, and so warned of."""
@@ -152,7 +154,7 @@ class MemoryReports(Callback):
 
         Warns of what it finds.
         """
-        setup, model = self._setup, self._config.model
+        setup = self._setup
         if evaluation.split != "validation" or self._rule is None:
             return {}
         found = dict[str, float]()
@@ -161,8 +163,7 @@ class MemoryReports(Callback):
             found[f"{prefix}_mean"] = heads.mean().item()
             found[f"{prefix}_min"] = heads.min().item()
             found[f"{prefix}_max"] = heads.max().item()
-        is_long = self._config.packing.context_length > model.segment_length
-        if is_long and (probe := probe_memory(setup, evaluation.split)) is not None:
+        if (probe := probe_memory(setup, evaluation.split)) is not None:
             found["memory/probe_loss"] = probe.loss
             found["memory/probe_loss_without_memory"] = probe.loss + probe.gain
             found["memory/probe_gain"] = probe.gain
@@ -184,7 +185,7 @@ class MemoryReports(Callback):
         ends = [f"memory/layer_{n}/read_weight_{end}" for n in layers for end in ("min", "max")]
         if all(name in newest for name in ends):
             changes = [self._rule.moved(newest[name], model) for name in ends]
-            if sentence := inspection.unmoved(changes, step, self._config):
+            if sentence := inspection.unmoved(changes, step):
                 yield "read weights", sentence
         if "memory/probe_gain_error" in newest:
             gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]

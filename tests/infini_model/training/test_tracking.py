@@ -82,7 +82,7 @@ def test_the_exporters_hear_of_an_end_by_a_full_disk():
         raise OSError(errno.ENOSPC, "what the file has buffered cannot be written")
 
     exporters = SimpleNamespace(close=heard.append)
-    recorder = Recorder(SimpleNamespace(close=fail), exporters, 1)
+    recorder = Recorder(SimpleNamespace(close=fail), exporters)
     with pytest.raises(OSError, match="buffered"):
         recorder.on_end("FAILED")
     assert heard == ["FAILED"]

@@ -123,7 +123,7 @@ def warned(dataset, make_config, tmp_path, caplog, monkeypatch):
     [
         ({}, []),
         (STUCK | {"settled": 100}, []),
-        ({"context_length": 16}, ["make packing.context_length several times mod"]),
+        ({"context_length": 16}, ["only 0% of the segments read a memory"]),
         (
             STUCK,
             ["At step 12: All read weights are still where they started after 12 steps. Raise"],

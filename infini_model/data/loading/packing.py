@@ -21,10 +21,11 @@ import numpy as np
 from infini_model.config import PackingConfig, Remainder
 from infini_model.data.loading.stream import DOCUMENTS_AT_ONCE, TokenStream
 
-# Documents whose rows are counted anew for each row that is located in one of them, and the most
-# that share rows; it divides `DOCUMENTS_AT_ONCE`.
-BLOCK = 16
-INSIDE = np.arange(BLOCK + 1)
+# Documents of a block, in which rows are counted anew for each row that is located there. What
+# shares rows is of one block, so a block has some 16 rows, but at most so many documents; all
+# numbers of them divide `DOCUMENTS_AT_ONCE`.
+FEWEST_IN_BLOCK, MOST_IN_BLOCK = 16, 1024
+ROWS_OF_BLOCK = 16
 
 
 class Rows(NamedTuple):
@@ -69,6 +70,14 @@ class StreamPacking:
         return Rows(starts, np.full_like(starts, self.row_length), starts == 0)
 
 
+def documents_of_block(tokens: int, documents: int, row_length: int) -> int:
+    """How many documents, which have so many tokens in all, make the rows of a block: 16 · 2^k."""
+    block = FEWEST_IN_BLOCK
+    while block < MOST_IN_BLOCK and block * tokens < ROWS_OF_BLOCK * row_length * documents:
+        block *= 2
+    return block
+
+
 class DocumentPacking:
     """Windows whose rows begin with a document or continue the one before.
 
@@ -77,8 +86,8 @@ class DocumentPacking:
     are counted as one, which has as many rows as its first.
 
     Rows are numbered through all documents. Only the number of rows before each block of
-    `BLOCK` documents of a shard is kept, half a byte a document; within a block, rows are counted
-    when they are located.
+    `block` documents of a shard is kept, half a byte a document or less; within a block, rows are
+    counted when they are located.
     """
 
     def __init__(
@@ -93,7 +102,10 @@ class DocumentPacking:
         self.rows_per_window = rows_per_window
         self._documents = documents
         self._remainder = remainder
-        blocks = -(-np.diff(documents.document_starts) // BLOCK)
+        self.block = FEWEST_IN_BLOCK
+        if remainder == "share":
+            self.block = documents_of_block(documents.tokens, documents.documents, row_length)
+        blocks = -(-np.diff(documents.document_starts) // self.block)
         self._block_starts = np.concatenate([[0], np.cumsum(blocks)])
         self._row_starts = self._count_rows()
         self.windows = int(self._row_starts[-1]) // rows_per_window
@@ -106,7 +118,8 @@ class DocumentPacking:
         # The rows of a window are consecutive, and often in the same block.
         blocks = blocks[np.append(True, blocks[1:] != blocks[:-1])[: len(blocks)]]
         shards = np.searchsorted(self._block_starts, blocks, side="right") - 1
-        places = ((blocks - self._block_starts[shards]) * BLOCK)[:, None] + INSIDE
+        first = (blocks - self._block_starts[shards]) * self.block
+        places = first[:, None] + np.arange(self.block + 1)
         offsets = self._documents.offsets_at(shards, places)
         lengths = offsets[:, 1:] - offsets[:, :-1]
         begins = self._begins(lengths)
@@ -115,29 +128,29 @@ class DocumentPacking:
         # The documents of these blocks are searched as if there were no others: `ends` counts their
         # rows, and the rows that are skipped before each block.
         ends = np.cumsum(counts)
-        skipped = self._row_starts[blocks] - (ends - counts)[firsts % BLOCK == 0]
-        ends += skipped[firsts // BLOCK]
+        skipped = self._row_starts[blocks] - (ends - counts)[firsts % self.block == 0]
+        ends += skipped[firsts // self.block]
         found = np.searchsorted(ends, rows, side="right")
         document = firsts[found]
-        block = document // BLOCK
+        block = document // self.block
         place = (rows - ends[found] + counts[found]) * self.row_length
         start = offsets.reshape(-1)[document + block] + self._documents.token_starts[shards[block]]
         left = np.add.reduceat(lengths.reshape(-1), firsts)[found] - 1 - place
         return Rows(start + place, np.minimum(left, self.row_length), place == 0)
 
     def _begins(self, lengths: np.ndarray) -> np.ndarray:
-        """Whether documents begin a row: bool [blocks, BLOCK], as `lengths`, 0 past the last.
+        """Whether documents begin a row: bool [blocks, block], as `lengths`, 0 past the last.
 
         The first of a block does.
         """
         if self._remainder != "share":
             return np.ones(lengths.shape, bool)
-        begins = np.empty((BLOCK, len(lengths)), bool)
+        begins = np.empty(lengths.T.shape, bool)
         # Positions that are left in the last row of each document, if it begins one.
         lengths = np.ascontiguousarray(lengths.T)
         left = (1 - lengths) % self.row_length
         room = np.full(len(lengths[0]), -1, left.dtype)
-        for place in range(BLOCK):
+        for place in range(self.block):
             np.greater(lengths[place], room, out=begins[place])
             room = np.where(begins[place], left[place], room - lengths[place])
         return begins.T
@@ -156,7 +169,7 @@ class DocumentPacking:
         starts = np.zeros(int(self._block_starts[-1]) + 1, np.int64)
         done = 1
         for parts in _together(self._documents.lengths()):
-            lengths = _blocks_of(parts)
+            lengths = _blocks_of(parts, self.block)
             rows = self._rows_of(lengths, self._begins(lengths)).sum(axis=1)
             starts[done : done + len(rows)] = rows
             done += len(rows)
@@ -180,14 +193,14 @@ def _together(arrays: Iterator[np.ndarray]) -> Iterator[list[np.ndarray]]:
         yield group
 
 
-def _blocks_of(parts: list[np.ndarray]) -> np.ndarray:
-    """The numbers of each array in blocks of their own, filled up with 0: int32 [blocks, BLOCK]."""
+def _blocks_of(parts: list[np.ndarray], block: int) -> np.ndarray:
+    """The numbers of each array in blocks of their own, filled up with 0: int32 [blocks, block]."""
     sizes = np.array([len(part) for part in parts])
-    blocks = -(-sizes // BLOCK)
-    shift = (np.cumsum(blocks) - blocks) * BLOCK - (np.cumsum(sizes) - sizes)
-    filled = np.zeros(int(blocks.sum()) * BLOCK, np.int32)
+    blocks = -(-sizes // block)
+    shift = (np.cumsum(blocks) - blocks) * block - (np.cumsum(sizes) - sizes)
+    filled = np.zeros(int(blocks.sum()) * block, np.int32)
     filled[np.arange(int(sizes.sum())) + np.repeat(shift, sizes)] = np.concatenate(parts)
-    return filled.reshape(-1, BLOCK)
+    return filled.reshape(-1, block)
 
 
 def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> Packing:

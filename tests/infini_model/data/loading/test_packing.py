@@ -16,7 +16,7 @@ from streams import numbered_stream, stream_of, write_shard
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading import stream as streams
-from infini_model.data.loading.packing import BLOCK, DocumentPacking, pack
+from infini_model.data.loading.packing import DocumentPacking, documents_of_block, pack
 from infini_model.data.loading.windows import Windows
 from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
@@ -52,7 +52,7 @@ def gather_all(windows):
     return inputs.input_ids.numpy(), inputs.labels.numpy(), inputs.document_starts
 
 
-def joined(sizes, row_length):
+def joined(sizes, row_length, block):
     """Lengths of the documents of a shard, where those that share rows are one.
 
     A document shares the rows of those before it if they need no more of them for it.
@@ -63,7 +63,7 @@ def joined(sizes, row_length):
 
     lengths = []
     for number, length in enumerate(sizes):
-        if number % BLOCK and 0 < rows(lengths[-1]) == rows(lengths[-1] + length):
+        if number % block and 0 < rows(lengths[-1]) == rows(lengths[-1] + length):
             lengths[-1] += length
         else:
             lengths.append(length)
@@ -73,7 +73,9 @@ def joined(sizes, row_length):
 def plain_rows(shape, row_length, remainder):
     """Start, valid positions and whether it is the first, for every row of documents in a row."""
     if remainder == "share":
-        shape = [joined(sizes, row_length) for sizes in shape]
+        documents = sum(map(len, shape))
+        block = documents_of_block(sum(map(sum, shape)), documents, row_length)
+        shape = [joined(sizes, row_length, block) for sizes in shape]
     rows, start = [], 0
     for length in itertools.chain(*shape):
         for before in range(0, length - 1, row_length):
@@ -87,21 +89,22 @@ def plain_rows(shape, row_length, remainder):
 remainders = st.sampled_from(["share", "pad", "drop"])
 
 # Documents of one token upwards, mostly short, in enough of them for several blocks.
-many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=3 * BLOCK), max_size=4)
+many = st.lists(st.lists(st.integers(1, 4) | st.integers(1, 60), max_size=48), max_size=4)
 
 
 @given(
     many,
-    st.integers(1, 20),
+    st.integers(1, 20) | st.integers(1, 400),
     remainders,
     st.integers(1, 3),
-    st.sampled_from([BLOCK, 2 * BLOCK, 1 << 16]),
+    st.sampled_from([1, 2, 1 << 12]),
     st.data(),
 )
 def test_rows_are_as_plainly_defined(
-    shard_folder, shape, row_length, remainder, together, at_once, data
+    shard_folder, shape, row_length, remainder, together, blocks_at_once, data
 ):
     stream = numbered_stream(shard_folder, shape, max_mapped=2)
+    at_once = blocks_at_once * documents_of_block(stream.tokens, stream.documents, row_length)
     expected = plain_rows(shape, row_length, remainder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "DOCUMENTS_AT_ONCE", at_once)

@@ -34,6 +34,8 @@ LEFT_OUT = (
 )
 # Up to this many differing settings name a group of runs; beyond, its first run does.
 FEW_SETTINGS = 4
+# Seeds draw other windows, which are not padded alike.
+SAME_TOKENS = 0.02
 
 
 class ComparedRun(NamedTuple):
@@ -104,7 +106,6 @@ class ComparedRun(NamedTuple):
             "context length": f"{config.packing.context_length:,}",
             "way of packing": config.packing.mode,
             "number of scored windows": str(settings["max_windows"] or "all"),
-            "number of training tokens": f"{results.get('tokens', 0):,}",
         }
         return cls(
             run_dir=run_dir,
@@ -122,7 +123,7 @@ class ComparedRun(NamedTuple):
 
 
 def _training_results(lines: Sequence[Line]) -> dict[str, float]:
-    """What `metrics.jsonl` says of the whole training; tokens include padding."""
+    """What `metrics.jsonl` says of the whole training; tokens are targets, without padding."""
     results: dict[str, float] = {}
     for line in lines:
         results["steps"] = line["step"]
@@ -290,6 +291,9 @@ def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun
         theirs = other.context.get(what, value)
         if value != theirs:
             return f"its {what} is {value}, that of {other.name} {theirs}"
+    tokens, those = (int(each.results.get("tokens", 0)) for each in (run, other))
+    if abs(tokens - those) > SAME_TOKENS * those:
+        return f"its number of training tokens is {tokens:,}, that of {other.name} {those:,}"
     if run.seed not in base:
         return f"no evaluated run with the settings of {first.name} has its seed, {run.seed}"
     sample = group.samples[run.seed]

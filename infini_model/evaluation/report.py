@@ -188,12 +188,17 @@ def _trained(context: EvalContext) -> str:
     steps = f"{position.step:,} steps"
     if position.step < context.last_step:
         steps = f"{position.step:,} of {context.last_step:,} steps"
-    tokens = position.samples_seen * config.packing.context_length
     return (
         f"An Infini-Llama of {parameters:,} parameters (memory: {context.model.config.memory}, "
-        f"objective: {config.training.objective}), trained for {steps}, {tokens:,} tokens of "
-        f"`{context.manifest.name}`."
+        f"objective: {config.training.objective}), trained for {steps}, {_tokens_read(context)} "
+        f"of `{context.manifest.name}`."
     )
+
+
+def _tokens_read(context: EvalContext) -> str:
+    packing = context.config.packing
+    tokens = context.position.samples_seen * packing.context_length
+    return f"{tokens:,} tokens{'' if packing.mode == 'packed' else ' and padding'}"
 
 
 def _model_section(context: EvalContext) -> str:
@@ -235,7 +240,7 @@ def _model_section(context: EvalContext) -> str:
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
         ("Steps", f"{position.step:,} of {context.last_step:,}"),
-        ("Tokens read", f"{position.samples_seen * context_length:,}"),
+        ("Read", _tokens_read(context)),
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")

@@ -18,8 +18,12 @@ from stopping import StopAfter
 from torch.profiler import ProfilerActivity, profile
 from trainings import cut_off
 
+from infini_model.data.loading.coverage import measure_coverage
+from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.loss import IGNORED
+from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, NonFiniteError, UserError
 from infini_model.runtime.runs import is_finished, read_run, record_evaluation
@@ -230,6 +234,24 @@ def test_a_warm_up_that_the_training_does_not_reach_is_warned_of(
     (warning,) = [each for each in caplog.messages if each.startswith("training.warmup_steps")]
     assert warning.startswith("training.warmup_steps: 4 is more than the 2 steps")
     assert warning.endswith("at 50% of it")
+
+
+def test_padding_is_logged_and_counts_as_no_token(dataset, make_config, tmp_path, caplog):
+    packing = {"mode": "aligned", "remainder": "pad"}
+    config = make_config(packing=packing, training={"max_steps": 3})
+    with caplog.at_level(logging.INFO):
+        train(config, dataset, tmp_path)
+    windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
+    rates, seconds = (curve(tmp_path, f"train/{n}") for n in ("tokens_per_second", "step_seconds"))
+    with Loader(windows, batch_size=config.training.batch_size, seed=config.run.seed) as loader:
+        for step in rates:
+            (batch,) = next(loader)
+            labels = CausalLM().inputs(batch).labels
+            targets = int((labels != IGNORED).sum())
+            assert rates[step] * seconds[step] == pytest.approx(targets)
+            assert targets < labels.numel()
+    coverage = measure_coverage(windows, config.model.segment_length)
+    assert set(coverage.describe()) <= set(caplog.messages)
 
 
 def with_scale(run_dir, step, scale):

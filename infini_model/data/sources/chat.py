@@ -97,7 +97,7 @@ class ChatTemplate:
             first, last = self._bounds(whole, messages[: turn + 1], turns[-1] == turn, tools)
             if first < done:
                 raise DataError(
-                    f"the chat template closes an earlier answer otherwise than the last{ADVICE}"
+                    f"the chat template closes an earlier answer differently from the last{ADVICE}"
                 )
             pieces += [whole[done:first], whole[first:last]]
             done = last

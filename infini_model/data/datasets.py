@@ -267,7 +267,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
             files = [EMPTY_SHARD]
             empty = Ragged(np.zeros(0, dtype), np.zeros(1, np.int64))
             learnt = np.zeros(0, bool) if manifest.conversations else None
-            write_shard(folder / split / EMPTY_SHARD, empty, learnt)
+            write_shard(folder / split / EMPTY_SHARD, empty, np.zeros(0, np.uint64), learnt)
         state: dict[str, object] = {
             "_data_files": [{"filename": file} for file in files],
             "_fingerprint": hashlib.sha256(f"{manifest.key} {split}".encode()).hexdigest()[:16],

@@ -5,7 +5,7 @@ reads the files' ranges, tokenises the documents batch by batch and writes the s
 splits. Its memory does not grow with the partition, and making one twice does no harm.
 
 A shard is an Arrow stream of one record batch: the values buffer of its lists is the token stream,
-the offsets buffer the document starts.
+the offsets buffer the document starts. Beside each document is a hash of its text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.manifest import SPLITS, Shard, Split, TokenizerRecord, array_starts
+from infini_model.data.manifest import (
+    CONTENT_HASH,
+    SPLITS,
+    Shard,
+    Split,
+    TokenizerRecord,
+    array_starts,
+)
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.sources.formats import read_documents
 from infini_model.data.sources.text import MAX_OFFSET, hash_documents, splits_of, string_buffers
@@ -131,12 +138,13 @@ def _add(
     offsets, data = string_buffers(texts)
     starts = pa.py_buffer(offsets[edges])
     whole = pa.StringArray.from_buffers(len(edges) - 1, starts, pa.py_buffer(data))
-    split_of = splits_of(hash_documents(whole), spec.splits)
+    hashes = hash_documents(whole)
+    split_of = splits_of(hashes, spec.splits)
     encoded = encode_documents(ragged, edges, spec.tokenizer)
     for number, writer in enumerate(writers.values()):
         documents = np.flatnonzero(split_of == number)
         if len(documents):
-            writer.add(encoded.take(documents))
+            writer.add(encoded.take(documents), hashes[documents, 0])
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -195,16 +203,19 @@ class ShardWriter:
     ) -> None:
         self._folder, self._key, self._split, self._dtype = folder, key, split, dtype
         self._conversations = conversations
-        self._pending: list[EncodedRows] = []
+        self._pending: list[tuple[EncodedRows, np.ndarray]] = []
         self._pending_bytes = 0
         self._shards: list[Shard] = []
 
-    def add(self, rows: EncodedRows) -> None:
-        """Append the rows of documents. Raises `OSError` on a full disk."""
+    def add(self, rows: EncodedRows, hashes: np.ndarray) -> None:
+        """Append documents, with the `hashes` uint64 [documents] of their texts.
+
+        Raises `OSError` on a full disk.
+        """
         size = len(_buffers(rows.array)[1])
         if self._pending and self._pending_bytes + size > SHARD_BYTES:
             self._flush()
-        self._pending.append(rows)
+        self._pending.append((rows, hashes))
         self._pending_bytes += size
 
     def close(self) -> list[Shard]:
@@ -214,7 +225,8 @@ class ShardWriter:
         return self._shards
 
     def _flush(self) -> None:
-        arrays, learnt, counts = zip(*self._pending, strict=True)
+        rows, hashes = zip(*self._pending, strict=True)
+        arrays, learnt, counts = zip(*rows, strict=True)
         self._pending, self._pending_bytes = [], 0
         ends, data = _buffers(pa.concat_arrays(arrays))
         edges = ends // self._dtype.itemsize
@@ -229,7 +241,7 @@ class ShardWriter:
                 path=f"{self._key}/{name}",
                 documents=len(documents.offsets) - 1,
                 tokens=len(documents.ids),
-                start=write_shard(path, documents, bits),
+                start=write_shard(path, documents, np.concatenate(hashes), bits),
                 bytes=path.stat().st_size,
                 sha256=storage.sha256(path),
             )
@@ -264,10 +276,13 @@ def _buffers(rows: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
     return edges, np.frombuffer(data or b"", np.uint8)[: edges[-1]]
 
 
-def write_shard(path: Path, documents: Ragged, learnt: np.ndarray | None = None) -> int:
+def write_shard(
+    path: Path, documents: Ragged, hashes: np.ndarray, learnt: np.ndarray | None = None
+) -> int:
     """Write documents, begun and ended, as an Arrow stream of one record batch.
 
-    `learnt` bool [tokens] is the column `learnt` of conversations: which tokens are learned.
+    `hashes` uint64 [documents] is the column `content_hash`: 8 bytes of the hash of each one's
+    texts. `learnt` bool [tokens] is the column `learnt` of conversations: which tokens are learned.
     Returns `Shard.start`. Raises `DataError` if there are more tokens than 31-bit offsets can
     address.
     """
@@ -277,6 +292,7 @@ def write_shard(path: Path, documents: Ragged, learnt: np.ndarray | None = None)
     starts = pa.array(offsets.astype(np.int32))
     given = [ids] if learnt is None else [ids, learnt]
     columns = [pa.ListArray.from_arrays(starts, pa.array(each)) for each in given]
+    columns.append(pa.array(hashes))
     described = features(ids.dtype, conversations=learnt is not None)
     schema = pa.schema(
         [pa.field(name, column.type) for name, column in zip(described, columns, strict=True)],
@@ -297,7 +313,7 @@ def _places(path: Path) -> tuple[int, ...]:
         whole = source.read_buffer()
         batch = pa.ipc.open_stream(whole).read_next_batch()
         _, offsets, _, values = batch.column(0).buffers()
-        learnt = [column.buffers()[3] for column in batch.columns[1:]]
+        learnt = [column.buffers()[3] for column in batch.columns[1:-1]]
         found = (offsets, values, *learnt)
         return tuple(buffer.address - whole.address if buffer else 0 for buffer in found)
 
@@ -305,7 +321,8 @@ def _places(path: Path) -> tuple[int, ...]:
 def features(dtype: np.dtype, *, conversations: bool = False) -> dict[str, object]:
     """The columns of a shard as the `datasets` library describes them."""
     kinds = {"input_ids": dtype.name} | ({"learnt": "bool"} if conversations else {})
-    return {
+    lists: dict[str, object] = {
         name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "List"}
         for name, kind in kinds.items()
     }
+    return lists | {CONTENT_HASH: {"dtype": "uint64", "_type": "Value"}}

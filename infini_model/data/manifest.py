@@ -16,7 +16,9 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.records import Record, parse_record, read_bytes, read_record
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+# The column of shards with 8 bytes of the hash of each document's text.
+CONTENT_HASH = "content_hash"
 ORIGIN = "origin.json"
 LATEST = "latest"
 AGAIN = "run the preprocess stage again"
@@ -104,7 +106,7 @@ class Manifest(Record):
     `conversations`, shards have a column more, `learnt`: whether each token is learned.
     """
 
-    format_version: Literal[4]  # FORMAT_VERSION
+    format_version: Literal[5]  # FORMAT_VERSION
     name: str
     key: str
     partitions: list[str]

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from infini_model.data.manifest import (
     AGAIN,
+    CONTENT_HASH,
     PARTITIONS,
     SPLITS,
     Shard,
@@ -218,6 +219,14 @@ class TokenStream:
                 listed.path(shard), documents, tokens, int(listed.start[shard])
             )
 
+    def content_hashes(self) -> Iterator[np.ndarray]:
+        """8 bytes of the hash of every document's text, in order: uint64 arrays, one a shard.
+
+        No shard stays mapped.
+        """
+        for shard in np.flatnonzero(self._listed.documents).tolist():
+            yield _read_hashes(self._listed.path(shard))
+
     def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Where documents start in their shards.
 
@@ -312,6 +321,17 @@ def _read_lengths(path: str, documents: int, tokens: int, start: int) -> Iterato
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from error
     _check_ends(path, (begin, end), tokens)
+
+
+def _read_hashes(path: str) -> np.ndarray:
+    """The column `content_hash` of a shard: uint64 [documents]."""
+    try:
+        with pa.memory_map(path) as file:
+            batch = pa.ipc.open_stream(file).read_next_batch()
+            hashes: np.ndarray = batch.column(CONTENT_HASH).to_numpy().copy()
+    except (OSError, ValueError, LookupError) as error:
+        raise DataError(f"{path}: is not the shard in the manifest: {error}; {AGAIN}") from error
+    return hashes
 
 
 def _every_row(values: np.ndarray, length: int) -> np.ndarray:

@@ -15,7 +15,8 @@ from infini_model.data.tokenizers.tokenizer import Ragged
 def write_shard(path: Path, values: np.ndarray, lengths: Sequence[int]) -> Shard:
     """Write documents of these lengths, in tokens; returns the manifest's record."""
     documents = Ragged(values, np.cumsum([0, *lengths]))
-    start = make_partition.write_shard(path, documents)
+    hashes = np.zeros(len(lengths), np.uint64)
+    start = make_partition.write_shard(path, documents, hashes)
     return Shard(
         file=path.name,
         path="",

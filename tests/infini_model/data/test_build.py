@@ -8,7 +8,9 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from hashlib import sha256
 
+import numpy as np
 import pytest
 from builds import in_a_fork, killed_in_an_access, with_full_disk
 from commands import leftovers
@@ -98,12 +100,18 @@ def test_every_document_is_there_once_as_tokenizers_encodes_it_with_end_of_text(
     assert (manifest.documents, manifest.corpus.skipped) == (len(texts), 1000)
     assert manifest.tokens == sum(map(len, expected))
     tokenizer = load_dataset_tokenizer(folder)
-    assert sorted(map(tokenizer.decode, found)) == sorted(texts)
+    decoded = [tokenizer.decode(document) for document in found]
+    assert sorted(decoded) == sorted(texts)
+    hashes = [each for split in SPLITS for each in open_split(folder, split).content_hashes()]
+    digests = (sha256(document.encode()).digest() for document in decoded)
+    assert np.concatenate(hashes).tolist() == [int.from_bytes(each[:8]) for each in digests]
     loaded = datasets.load_from_disk(str(folder))
     assert [row["input_ids"] for split in SPLITS for row in loaded[split]] == found
     for split, part in loaded.items():
         dtype = open_split(folder, split).document(0).dtype.name
         assert part.features["input_ids"].feature.dtype == dtype
+        (shard,) = open_split(folder, split).content_hashes()
+        assert part["content_hash"][:] == shard.tolist()
         assert len(part) == len(datasets.load_from_disk(str(folder / split)))
     assert (tmp_path / "datasets" / "latest").resolve() == folder
 
@@ -164,9 +172,9 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     assert spec_of(*same).key == spec.key
     # Datasets and partitions on disk are found by these.
     spec = spec_of(part, splits=SplitsConfig(**THIRDS))
-    assert spec.key == "8b44bea27ab12734db8bc2caa4fc1782"
+    assert spec.key == "7e84fb46fddfa39589df961f6810fb4f"
     assert "bos_token_id" not in spec.tokenizer.model_dump()
-    whole = "cf8593313d552541f1814d158fa1de023d09b9b6a72ef8ce4a16a96ef8444c02"
+    whole = "ee9fad3730a2b3d0368e064d05f4b981e7cfac3cdc6fd1afa56e893fe024a696"
     assert dataset_key([spec.key]) == whole
 
 

@@ -93,9 +93,13 @@ def dataset(tmp_path_factory):
 
 def test_a_hash_of_prompt_and_answer_decides_the_split(dataset):
     texts = pa.array([prompt + answer for prompt, answer in PAIRS])
-    numbers = splits_of(hash_documents(texts), SplitsConfig(**SPLIT_SIZES))
+    hashes = hash_documents(texts)
+    numbers = splits_of(hashes, SplitsConfig(**SPLIT_SIZES))
     for number, split in enumerate(SPLITS):
-        expected = [PAIRS[place] for place in np.flatnonzero(numbers == number)]
+        places = np.flatnonzero(numbers == number)
+        shards = open_split(dataset, split).content_hashes()
+        assert [each for shard in shards for each in shard] == hashes[places, 0].tolist()
+        expected = [PAIRS[place] for place in places]
         found = [(bytes(p).decode(), bytes(a[:-1]).decode()) for p, a in in_shards(dataset, split)]
         assert found == expected
 

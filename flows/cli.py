@@ -111,6 +111,20 @@ def evaluate(asked: Invocation) -> None:
 
 @app.command()
 @configured
+def show(
+    asked: Invocation,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print all windows of the batch, from end to end.")
+    ] = False,
+) -> None:
+    """Show what a training will see: the dataset, and the first batch."""
+    from flows.show import show
+
+    show(asked.config, every=every)
+
+
+@app.command()
+@configured
 def compare(asked: Invocation) -> None:
     """Compare runs: settings and results. --sweep runs them first."""
     from flows import runs

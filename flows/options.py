@@ -78,6 +78,8 @@ _MODEL = (*_TRAIN, "evaluate", *_WRITE)
 _FLOWS = (*_TRAIN, "preprocess", "evaluate")
 # `doctor` estimates the memory of a training.
 _ESTIMATED = (*_TRAIN, "doctor")
+# What decides how many windows the first batch has, which `show` prints.
+_BATCHED = (*_ESTIMATED, "show")
 _DEVICES = (*_MODEL, "preprocess", "doctor")
 _sampling = functools.partial(Option, used_by=_WRITE, only=True)
 # In the order of the help. What a few of them set depends on more than their value: see
@@ -100,7 +102,7 @@ OPTIONS = {
     ),
     "data_dir": Option(
         "Folder or address of datasets, or one finished dataset, also by its name.",
-        used_by=_FLOWS,
+        used_by=(*_FLOWS, "show"),
         names=("--data-dir", "-d"),
     ),
     "gpus": Option(
@@ -116,7 +118,7 @@ OPTIONS = {
     "batch_size": Option(
         "Windows per process and micro-batch.",
         key="training.batch_size",
-        used_by=_ESTIMATED,
+        used_by=_BATCHED,
         kind=int | None,
     ),
     "gpu_device": Option(
@@ -140,7 +142,7 @@ OPTIONS = {
     "num_nodes": Option(
         "Number of machines to train on.",
         key="launch.num_nodes",
-        used_by=_ESTIMATED,
+        used_by=_BATCHED,
         kind=int | None,
     ),
     "max_steps": Option(
@@ -172,7 +174,7 @@ OPTIONS = {
     ),
     "epochs": Option(key="training.epochs", used_by=_TRAIN),
     "learning_rate": Option(key="training.learning_rate", used_by=_TRAIN),
-    "nproc_per_node": Option(key="launch.processes", used_by=_ESTIMATED),
+    "nproc_per_node": Option(key="launch.processes", used_by=_BATCHED),
     "save_dir": Option(key="run.output_dir"),
     "max_new_tokens": _sampling(
         "Maximum number of tokens to generate.",
@@ -219,6 +221,11 @@ RUNS_OR_SETTINGS = typer.Argument(
     help="Names or folders of runs to compare, and any settings. With --sweep, a setting with "
     "several values, such as model.memory=linear,none, is one to vary.",
 )
+DATASET_OR_SETTINGS = typer.Argument(
+    metavar="[DATASET] KEY=VALUE",
+    help="Name, folder or address of a dataset (default: the newest), and any settings.",
+)
+ARGUMENTS = {"compare": RUNS_OR_SETTINGS, "show": DATASET_OR_SETTINGS}
 # Options that choose the devices, each with those that it yields to.
 STRONGER = {
     "gpus": ("no_gpu", "gpu"),
@@ -270,7 +277,7 @@ def _data(given: Mapping[str, Any], command: str) -> Tree:
     if not is_url(folder):
         from infini_model.data.finished import datasets_place, is_dataset
 
-        if command in ("run", "compare") and is_dataset(folder):
+        if command in ("run", "compare", "show") and is_dataset(folder):
             return {"data": {"folder": folder}}
         # The folder of preprocess --output-dir is one above the datasets.
         folder = datasets_place(folder) or folder
@@ -303,6 +310,9 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         presets = ["debug" if given["debug"] else DEFAULT_PRESET]
     changes = [*_single_keys(given), _devices(given, command), _data(given, command)]
     words = list(given["overrides"] or ())
+    if command == "show" and (names := [word for word in words if "=" not in word]):
+        words.remove(names[0])
+        changes.append({"data": {"folder": names[0]}})
     if command == "compare":
         words, comparison = _comparison(words, sweep=given["sweep"])
         changes.append(comparison)
@@ -397,8 +407,7 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
     Some also get options of their own. Options that have no effect are reported on stderr.
     """
     name = command.__name__
-    argument = RUNS_OR_SETTINGS if name == "compare" else ANY_SETTINGS
-    kind = Annotated[list[str] | None, argument]
+    kind = Annotated[list[str] | None, ARGUMENTS.get(name, ANY_SETTINGS)]
     words = inspect.Parameter(
         "overrides", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
     )

@@ -19,14 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from infini_model.data.manifest import (
-    CONTENT_HASH,
-    SPLITS,
-    Shard,
-    Split,
-    TokenizerRecord,
-    array_starts,
-)
+from infini_model.data.manifest import SPLITS, Shard, Split, TokenizerRecord, array_starts
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.sources.formats import read_documents
 from infini_model.data.sources.text import MAX_OFFSET, hash_documents, splits_of, string_buffers
@@ -208,10 +201,7 @@ class ShardWriter:
         self._shards: list[Shard] = []
 
     def add(self, rows: EncodedRows, hashes: np.ndarray) -> None:
-        """Append documents, with the `hashes` uint64 [documents] of their texts.
-
-        Raises `OSError` on a full disk.
-        """
+        """Append documents, and `hashes` uint64 [documents]. Raises `OSError` on a full disk."""
         size = len(_buffers(rows.array)[1])
         if self._pending and self._pending_bytes + size > SHARD_BYTES:
             self._flush()
@@ -325,4 +315,4 @@ def features(dtype: np.dtype, *, conversations: bool = False) -> dict[str, objec
         name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "List"}
         for name, kind in kinds.items()
     }
-    return lists | {CONTENT_HASH: {"dtype": "uint64", "_type": "Value"}}
+    return lists | {"content_hash": {"dtype": "uint64", "_type": "Value"}}

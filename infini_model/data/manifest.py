@@ -17,8 +17,6 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.records import Record, parse_record, read_bytes, read_record
 
 FORMAT_VERSION = 5
-# The column of shards with 8 bytes of the hash of each document's text.
-CONTENT_HASH = "content_hash"
 ORIGIN = "origin.json"
 LATEST = "latest"
 AGAIN = "run the preprocess stage again"

@@ -91,6 +91,10 @@ def test_a_dataset_in_a_store_is_verified_by_reading_it(
     for arguments in (there, (manifest.folder_name, *there), (f"{address}/",), ("-d", datasets)):
         done = infini_here("verify", *map(str, arguments), env=env)
         assert done.stdout.startswith(f"{address}: intact (verified 3 shards, "), done.stderr
+    small = ("packing.context_length=64", "model.segment_length=32", "training.batch_size=1")
+    done = infini_here("show", address, *small, env=env)
+    assert done.stdout.startswith(f"Dataset: {address}\n"), done.stderr
+    assert "── window " in done.stdout
     ObjectStore(address).delete(["train/state.json"])
     done = infini_here("verify", *there, env=env)
     assert (done.returncode, done.stdout) == (2, f"{address}/train/state.json: is missing\n")

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from infini_model.data.manifest import (
     AGAIN,
-    CONTENT_HASH,
     PARTITIONS,
     SPLITS,
     Shard,
@@ -34,6 +33,8 @@ from infini_model.runtime.errors import DataError
 MAX_MAPPED = 1 << 14
 # How many lengths are in memory at once in a pass over all documents.
 DOCUMENTS_AT_ONCE = 1 << 16
+# How many hashes are, 128 MiB, to count equal ones.
+MOST_HASHES = 1 << 24
 
 
 class ShardArrays(NamedTuple):
@@ -220,10 +221,7 @@ class TokenStream:
             )
 
     def content_hashes(self) -> Iterator[np.ndarray]:
-        """8 bytes of the hash of every document's text, in order: uint64 arrays, one a shard.
-
-        No shard stays mapped.
-        """
+        """8 bytes of the hash of every text, in order: uint64, an array a shard; none is mapped."""
         for shard in np.flatnonzero(self._listed.documents).tolist():
             yield _read_hashes(self._listed.path(shard))
 
@@ -328,7 +326,7 @@ def _read_hashes(path: str) -> np.ndarray:
     try:
         with pa.memory_map(path) as file:
             batch = pa.ipc.open_stream(file).read_next_batch()
-            hashes: np.ndarray = batch.column(CONTENT_HASH).to_numpy().copy()
+            hashes: np.ndarray = batch.column("content_hash").to_numpy().copy()
     except (OSError, ValueError, LookupError) as error:
         raise DataError(f"{path}: is not the shard in the manifest: {error}; {AGAIN}") from error
     return hashes
@@ -354,6 +352,18 @@ def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
     if len(shards):
         for first, last in itertools.pairwise(edges):
             yield int(shards[first]), slice(first, last)
+
+
+def count_duplicates(streams: Sequence[TokenStream]) -> tuple[int, bool]:
+    """How many documents have the text of an earlier one, and whether that is an estimate.
+
+    Of too many documents those in one of several classes of hashes are compared. Raises `DataError`
+    if a shard is missing or damaged.
+    """
+    classes = max(1, -(-sum(stream.documents for stream in streams) // MOST_HASHES))
+    arrays = (hashes for stream in streams for hashes in stream.content_hashes())
+    kept = np.sort(np.concatenate([hashes[hashes % classes == 0] for hashes in arrays]))
+    return int(np.count_nonzero(kept[1:] == kept[:-1])) * classes, classes > 1
 
 
 def open_split(dataset_dir: Path, split: str) -> TokenStream:

@@ -166,9 +166,9 @@ class ByteTokenizer:
         return Ragged(data[wide[0] : wide[-1]], wide - wide[0])
 
     def decode(self, ids: Any) -> str:
-        """The text of bytes, with U+FFFD for what is not UTF-8."""
-        values = without_ends(ids, None, self.eos_token_id)
-        return values.astype(np.uint8).tobytes().decode("utf-8", "replace")
+        """The text of bytes, with U+FFFD for what is not UTF-8 but the end-of-text token."""
+        values = without_ends(ids, None, self.eos_token_id).astype(np.uint8).tobytes()
+        return values.replace(b"\xff", b"<|end_of_text|>").decode("utf-8", "replace")
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether `ids` are the bytes of `text`."""

@@ -22,7 +22,8 @@ from infini_model.config import DataConfig, FilesSource, SplitsConfig
 from infini_model.data import make_partition
 from infini_model.data.build import build_dataset
 from infini_model.data.datasets import dataset_key
-from infini_model.data.loading.stream import open_split
+from infini_model.data.loading import stream
+from infini_model.data.loading.stream import count_duplicates, open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
 from infini_model.data.partitions import Partition, PartitionDefaults
 from infini_model.data.sources import text
@@ -114,6 +115,17 @@ def test_every_document_is_there_once_as_tokenizers_encodes_it_with_end_of_text(
         assert part["content_hash"][:] == shard.tolist()
         assert len(part) == len(datasets.load_from_disk(str(folder / split)))
     assert (tmp_path / "datasets" / "latest").resolve() == folder
+
+
+def test_of_too_many_documents_the_duplicates_are_estimated(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", make_texts(600, longest=5) * 3)
+    folder = build(files_config(path, splits=THIRDS), tmp_path)[1]
+    streams = [open_split(folder, split) for split in SPLITS]
+    assert count_duplicates(streams) == (1200, False)
+    monkeypatch.setattr(stream, "MOST_HASHES", 500)
+    found, is_estimate = count_duplicates(streams)
+    assert is_estimate
+    assert found == pytest.approx(1200, rel=0.2)
 
 
 def test_the_shards_do_not_depend_on_how_they_were_made(tmp_path):

@@ -56,8 +56,9 @@ def show(config: Config, *, every: bool) -> None:
     with Loader(train, batch_size=size, seed=config.run.seed, phases=phases) as loader:
         numbers, (batch,) = loader.numbers(0).reshape(-1).tolist(), next(loader)
     coverage = measure_coverage(train, segment)
-    warnings = coverage.warnings(config.packing.mode, config.model.memory)
-    console.print(*coverage.describe(), *warnings, sep="\n")
+    memory = config.model.memory
+    warnings = coverage.warnings(config.packing.mode, memory)
+    console.print(*coverage.describe(memory), *warnings, sep="\n")
     counted = make_objective(config).inputs(batch).counted.numpy()
     console.print(
         f"First batch: {len(numbers):,} windows of {counted.shape[1]:,} tokens, of which "

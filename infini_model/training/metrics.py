@@ -379,7 +379,7 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         f"Gradient accumulation: {plan.accumulation}",
         f"Total batch size: {plan.global_batch} windows, {positions:,} positions per step",
         *growth,
-        *coverage.describe(),
+        *coverage.describe(config.model.memory),
         f"Model parameters: {parameters}",
         f"Memory per process, estimated: {memory}",
         f"Vocabulary size: {config.model.vocab_size}",

@@ -17,7 +17,7 @@ from infini_model.data.loading.windows import Windows, sample_windows
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Windows and documents that are looked at: enough for 3%, of a shard each at worst.
 SAMPLE = 1024
-LEAST_PREDICTED, LEAST_RECALLED = 0.6, 0.25
+LEAST_FILLED, LEAST_RECALLED = 0.6, 0.25
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,22 @@ class Coverage:
     """The shares of windows that are learned from, and the documents that make them so.
 
     Attributes:
-        predicted: Share of the positions that predict a token of a document; the rest is padding.
+        filled: Share of the positions that predict a token of a document; the rest is padding.
         recalled: Share of the segments with such positions that read a memory of earlier ones.
         lengths: Tokens of documents, by `QUANTILES`.
     """
 
-    predicted: float
+    filled: float
     recalled: float
     lengths: tuple[int, ...]
 
-    def describe(self) -> list[str]:
-        """A line for each."""
+    def describe(self, memory: str) -> Iterator[str]:
+        """Yield a line for each. `memory` is `model.memory`."""
+        yield f"Positions with a target, not padding: {self.filled:.0%}"
+        if memory != "none":
+            yield f"Segments that read a memory: {self.recalled:.0%}"
         lengths = (f"{q:.0%} {n:,}" for q, n in zip(QUANTILES, self.lengths, strict=True))
-        return [
-            f"Positions with a target: {self.predicted:.0%}",
-            f"Segments that read a memory: {self.recalled:.0%}",
-            f"Tokens of a document, by quantile: {', '.join(lengths)}",
-        ]
+        yield f"Tokens of a document, by quantile: {', '.join(lengths)}"
 
     def warnings(self, mode: str, memory: str) -> Iterator[str]:
         """Yield a line for windows that are mostly padding, or hardly teach the memory.
@@ -49,9 +48,9 @@ class Coverage:
         `mode` is `packing.mode`, `memory` is `model.memory`.
         """
         smaller = "packing.context_length" if mode == "document" else "model.segment_length"
-        if self.predicted < LEAST_PREDICTED:
+        if self.filled < LEAST_FILLED:
             yield (
-                f"only {self.predicted:.0%} of the positions have a target, the rest is padding: "
+                f"only {self.filled:.0%} of the positions have a target, the rest is padding: "
                 f"lower {smaller}, or set packing.remainder=share or packing.mode=packed"
             )
         if memory != "none" and self.recalled < LEAST_RECALLED:
@@ -75,7 +74,7 @@ def measure_coverage(windows: Windows, segment_length: int) -> Coverage:
     if windows.aligned:
         starts |= rows.first
     return Coverage(
-        predicted=float(rows.valid.mean()) / packing.row_length,
+        filled=float(rows.valid.mean()) / packing.row_length,
         recalled=1 - float(starts.sum() / with_target.sum()),
         lengths=_length_quantiles(windows.stream),
     )

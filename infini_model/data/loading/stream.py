@@ -362,7 +362,8 @@ def count_duplicates(streams: Sequence[TokenStream]) -> tuple[int, bool]:
     """
     classes = max(1, -(-sum(stream.documents for stream in streams) // MOST_HASHES))
     arrays = (hashes for stream in streams for hashes in stream.content_hashes())
-    kept = np.sort(np.concatenate([hashes[hashes % classes == 0] for hashes in arrays]))
+    of_class = (hashes[hashes % classes == 0] for hashes in arrays)
+    kept = np.sort(np.concatenate([np.zeros(0, np.uint64), *of_class]))
     return int(np.count_nonzero(kept[1:] == kept[:-1])) * classes, classes > 1
 
 

@@ -251,7 +251,7 @@ def test_padding_is_logged_and_counts_as_no_token(dataset, make_config, tmp_path
             assert rates[step] * seconds[step] == pytest.approx(targets)
             assert targets < labels.numel()
     coverage = measure_coverage(windows, config.model.segment_length)
-    assert set(coverage.describe()) <= set(caplog.messages)
+    assert set(coverage.describe(config.model.memory)) <= set(caplog.messages)
 
 
 def with_scale(run_dir, step, scale):

@@ -41,7 +41,7 @@ def test_coverage_is_that_of_all_windows(folder, shape, mode, remainder):
     filled = np.arange(len(targets)) % SEGMENTS > 0
     if inputs.document_starts is not None:
         filled &= ~inputs.document_starts.view(-1).numpy()
-    assert found.predicted == pytest.approx(targets.mean())
+    assert found.filled == pytest.approx(targets.mean())
     learned = targets.any(axis=1)
     assert found.recalled == pytest.approx((filled & learned).sum() / learned.sum())
     lengths = np.sort([length for sizes in shape for length in sizes])
@@ -58,7 +58,7 @@ def test_web_text_shares_segments(folder):
         return measure_coverage(Windows(stream, pack(stream, config, segment), True, ""), segment)
 
     padded, shared = measure(1024, "pad"), measure(1024, "share")
-    assert padded.predicted < 0.66 < 0.78 < shared.predicted
+    assert padded.filled < 0.66 < 0.78 < shared.filled
     assert padded.recalled + 0.05 < shared.recalled
     assert not list(shared.warnings("aligned", "residual"))
     assert padded.lengths == shared.lengths

@@ -253,14 +253,15 @@ def _automations(
     )
     if train is None:
         return [crash_silent_runs]
-    folder = {"__prefect_kind": "jinja", "template": "{{ event.payload.folder }}"}
+    place = "{{ event.payload.address or event.payload.folder }}"
+    dataset = {"__prefect_kind": "jinja", "template": place}
     train_on_new_datasets = AutomationCore(
         name="infini: train on every new dataset",
         description="Runs the train deployment on every newly built dataset. Disabled until you "
         "enable it.",
         enabled=False,
         trigger=EventTrigger(posture=Posture.Reactive, expect={NEW_DATASET}, threshold=1),
-        actions=[RunDeployment(deployment_id=train, parameters={"dataset": folder})],
+        actions=[RunDeployment(deployment_id=train, parameters={"dataset": dataset})],
     )
     return [crash_silent_runs, train_on_new_datasets]
 

@@ -249,14 +249,15 @@ def runs_of(client: SyncPrefectClient, deployment: UUID) -> list[FlowRun]:
     return client.read_flow_runs(deployment_filter=wanted)
 
 
-def test_a_new_dataset_starts_a_training_if_enabled(
+def test_a_new_dataset_in_a_store_starts_a_training_by_its_address(
     deployed: str, client: SyncPrefectClient
 ) -> None:
     train = read(client, "train").id
     for old in runs_of(client, train):
         client.delete_flow_run(old.id)
     client.resume_automation(automation(client, TRAIN).id)
-    payload = {"folder": "/datasets/new-1234", "key": "1234"}
+    address = "s3://bucket/datasets/new-1234"
+    payload = {"folder": "/cache/new-1234", "address": address, "key": "1234"}
 
     def started() -> bool:
         # Prefect answers before its triggers know of the change: one event could be too early.
@@ -266,7 +267,7 @@ def test_a_new_dataset_starts_a_training_if_enabled(
     eventually(started, "a training on the new dataset")
     client.pause_automation(automation(client, TRAIN).id)
     for flow_run in runs_of(client, train):
-        assert flow_run.parameters == {"preset": "quickstart", "dataset": "/datasets/new-1234"}
+        assert flow_run.parameters == {"preset": "quickstart", "dataset": address}
         client.delete_flow_run(flow_run.id)
 
 

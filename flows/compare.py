@@ -23,7 +23,7 @@ from infini_model.runtime.errors import DataError, StageError
 from infini_model.runtime.runs import is_finished, read_evaluation
 from infini_model.runtime.storage import content_key
 from tasks import artifacts
-from tasks.checks import check_remote_stages, refresh_and_check_stores
+from tasks.checks import check_gpus_of_evaluation, refresh_and_check_stores
 from tasks.download import download
 from tasks.failures import FIRST, report_failure
 from tasks.flow_run import FLOW, earlier_subflows, name_flow_run
@@ -55,7 +55,7 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     named, config = named_runs(asked), asked.config
     if config.comparison.sweep:
         refresh_and_check_stores(config, builds_dataset=config.data.folder is None)
-        check_remote_stages(config)
+        check_gpus_of_evaluation(config)
     swept = list(_run_sweep(asked))
     folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
     failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]

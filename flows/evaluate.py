@@ -30,7 +30,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
     given = config.model_dump(mode="json", exclude_unset=True, include=sections)
     places = {name: getattr(config.run, name) for name in ("output_dir", "store", "log_level")}
     trained = resume_config(run_dir, [given])
-    return trained.updated(run=places, launch=config.launch, stages=config.in_place.stages)
+    return trained.updated(run=places, launch=config.launch, stages=config.stages)
 
 
 @form

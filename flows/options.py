@@ -349,7 +349,7 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
 def _is_own_text(config: Config, typed: Mapping[str, Any]) -> bool:
     """Whether documents were typed that this machine reads and trains on from random weights."""
     is_new = config.data.folder is None and config.model.initial_weights is None
-    return "source" in typed.get("data", {}) and is_new and not config.deployments
+    return "source" in typed.get("data", {}) and is_new
 
 
 def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, Any]]:

@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State
 
 from flows.parameters import form, settings
 from infini_model.config import Config
-from tasks.checks import check_remote_stages, check_training_memory, refresh_and_check_stores
+from tasks.checks import check_gpus_of_evaluation, check_training_memory, refresh_and_check_stores
 from tasks.download import download
 from tasks.evaluate import completed, evaluate
 from tasks.failures import report_failure
@@ -26,9 +26,8 @@ from tasks.weights import fetch_weights
 def pipeline(config: Config) -> State[dict[str, Any]]:
     """Download, shard, train and evaluate; an interrupted run is resumed.
 
-    Returns the report's path with the losses and perplexities of the splits, unless the evaluation
-    is remote. With several machines only the first one writes the report; the others return the
-    run folder.
+    Returns the report's path with the losses and perplexities of the splits. With several machines
+    only the first one writes the report; the others return the run folder.
     """
     return completed(complete_run(config))
 
@@ -36,12 +35,11 @@ def pipeline(config: Config) -> State[dict[str, Any]]:
 def complete_run(config: Config) -> dict[str, Any]:
     """All stages, within a flow. Each is retried by itself, and reuses what stands."""
     refresh_and_check_stores(config, builds_dataset=config.data.folder is None)
-    check_remote_stages(config)
+    check_gpus_of_evaluation(config)
     check_training_memory(config)
     weights = fetch_weights(config)
     dataset = known_dataset(config)
     if dataset is None:
-        files = download(config)
-        dataset = shard(config, files, weights)
+        dataset = shard(config, download(config), weights)
     with train(config, dataset, weights) as run_dir:
         return evaluate(config, dataset, run_dir)

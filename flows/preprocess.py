@@ -39,10 +39,9 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
 
     With `data.share`, the dataset may have `missing` partitions; the last share has none.
     """
-    config = config.in_place
     check_stores(config.run, builds_dataset=True)
-    files = None if config.data.folder is not None else download(config)
-    dataset = use_dataset(config) if files is None else build_dataset(config, files)
+    is_given = config.data.folder is not None
+    dataset = use_dataset(config) if is_given else build_dataset(config, download(config))
     name, result = dataset.folder.name, asdict(dataset) | {"folder": str(dataset.folder)}
     if dataset.missing:
         name_flow_run(f"{name} {config.data.share}", f"dataset:{name}")

@@ -23,7 +23,6 @@ from tasks.weights import fetch_weights
 @settings
 def train(config: Config) -> State[dict[str, str]]:
     """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
-    config = config.in_place
     refresh_and_check_stores(config, builds_dataset=False)
     check_training_memory(config)
     weights = fetch_weights(config)

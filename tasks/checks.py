@@ -6,7 +6,7 @@ from prefect import get_run_logger
 
 from infini_model.config import Config
 from infini_model.config.tree import RunConfig
-from infini_model.runtime.errors import ConfigError, DeviceError, StoreError
+from infini_model.runtime.errors import DeviceError, StoreError
 from infini_model.runtime.fact_cache import fact_cache_here
 from infini_model.runtime.object_store import ObjectStore, split_address
 from infini_model.runtime.store_client import endpoint_of
@@ -20,7 +20,6 @@ from infini_model.training.model_shape import (
     known_shape,
     with_objective,
 )
-from tasks.remote_stage import RemoteStage
 
 
 def refresh_and_check_stores(config: Config, *, builds_dataset: bool) -> None:
@@ -60,40 +59,26 @@ def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
     facts.save()
 
 
-def check_remote_stages(config: Config) -> None:
-    """Check that the deployments of remote stages exist, and what the other stages need here.
+def check_gpus_of_evaluation(config: Config) -> None:
+    """Check that this machine has the GPUs with which it evaluates what is trained on Ray.
 
-    Raises `ConfigError` in one line that names the key; `DeviceError` if the evaluation, unlike the
-    training, is here and has not the GPUs that `launch.gpus` asks for.
+    Raises `DeviceError` if it has not.
     """
-    if config.deployments and config.launch.num_nodes > 1:
-        raise ConfigError(
-            f"stages.{next(iter(config.deployments))}.deployment: is not for launch.num_nodes over "
-            "1; the machines of one training start by themselves"
-        )
-    if "shard" in config.deployments and config.data.share is not None:
-        raise ConfigError("data.share: is not for stages.shard.deployment; run infini preprocess")
-    for name in config.deployments:
-        RemoteStage.find(config, name)
-    trains_here = "train" not in config.deployments and config.launch.launcher == "local"
-    if trains_here or "evaluate" in config.deployments:
+    if config.launch.launcher == "local":
         return
     try:
         choose_gpus(config.launch.gpus)
     except DeviceError as error:
-        remedy = "name a stages.evaluate.deployment, or set launch.gpus=auto"
-        raise DeviceError(f"{error}, where the run is evaluated; {remedy}") from error
+        raise DeviceError(f"{error}, where the run is evaluated; set launch.gpus=auto") from error
 
 
 def check_training_memory(config: Config, weights: InitialWeights | None = None) -> None:
     """Log what the training needs, unless only what is yet to be read says how large its model is.
 
-    A remote training is checked where it runs. Warns, or raises `ConfigError`, as `check_memory`
-    does, and `DeviceError` as `choose_gpus` and `check_kernels` do.
+    Warns, or raises `ConfigError`, as `check_memory` does, and `DeviceError` as `choose_gpus` and
+    `check_kernels` do.
     """
     log = get_run_logger()
-    if "train" in config.deployments:
-        return
     if config.launch.launcher == "ray":
         log.info("Memory of the training: checked on the nodes of the Ray cluster")
         return

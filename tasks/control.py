@@ -5,9 +5,7 @@ the worker that started it. But training is one task of many hours, and outlives
 state of the flow run is therefore polled while a stage's child process runs: once it is no longer
 Running, or deleted, the child gets its grace period, in which it saves a checkpoint, and the engine
 exits.
-Of a parent and its subflow, either one ends both. A subflow with an engine of its own, that of a
-deployment, is cancelled when its parent is suspended or cancelled, but survives the engine of its
-parent, which finds it again when it is retried (`tasks.remote_stage`).
+Of a parent and its subflow, which share an engine, either one ends both.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, Stat
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled, Cancelling, Completed, Running, Suspended
+from prefect.states import Cancelled, Completed, Running, Suspended
 
 from infini_model.runtime.processes import deferred_signals
 from infini_model.runtime.runs import is_finished, read_run
@@ -61,17 +59,16 @@ class StateChangedError(Exception):
 class _Watch(threading.Thread):
     """Reads the states of some flow runs until one is no longer Running.
 
-    Those are the flow run of a stage and its parent. A parent in another process only cancels a
-    subflow. While the API is down, nothing has changed.
+    Those are the flow run of a stage and its parent. While the API is down, nothing has changed.
     """
 
     def __init__(self, flow_run: FlowRun) -> None:
         super().__init__(name="flow run state", daemon=True)
-        # Those of this process, a parent before its subflow.
+        # A parent before its subflow.
         self.flow_runs = [flow_run]
-        # The parent is looked up once the API answers.
-        self._parent_task = flow_run.parent_task_run_id
-        self._parent_elsewhere: UUID | None = None
+        # The parent is looked up once the API answers. A flow run of a deployment that a flow of
+        # somebody else's has started has an engine of its own, and no parent here.
+        self._parent_task = None if flow_run.deployment_id else flow_run.parent_task_run_id
         self._closed = threading.Event()
         self._found: StateChangedError | None = None
 
@@ -97,8 +94,6 @@ class _Watch(threading.Thread):
     def _change(self, client: SyncPrefectClient) -> StateChangedError | None:
         if self._parent_task is not None:
             self._find_parent(client, self._parent_task)
-        if self._parent_elsewhere is not None:
-            _cancel_with_parent(client, self._parent_elsewhere, self.flow_runs[-1])
         for flow_run in self.flow_runs:
             try:
                 state = client.read_flow_run(flow_run.id).state
@@ -116,31 +111,11 @@ class _Watch(threading.Thread):
         return None
 
     def _find_parent(self, client: SyncPrefectClient, parent_task: UUID) -> None:
-        flow_run = self.flow_runs[-1]
         with contextlib.suppress(ObjectNotFound):  # deleted, or the answer of a proxy
             parent = client.read_task_run(parent_task).flow_run_id
-            if parent is not None and flow_run.deployment_id is not None:
-                self._parent_elsewhere = parent
-            elif parent is not None:
+            if parent is not None:
                 self.flow_runs.insert(0, client.read_flow_run(parent))
             self._parent_task = None
-
-
-def _cancel_with_parent(client: SyncPrefectClient, parent_id: UUID, subflow: FlowRun) -> None:
-    """Cancel a subflow whose parent was suspended or cancelled while it ran.
-
-    One that is retried by itself afterwards goes on by itself.
-    """
-    try:
-        parent = client.read_flow_run(parent_id)
-    except ObjectNotFound:
-        return  # It was deleted.
-    above, own = parent.state, client.read_flow_run(subflow.id).state
-    if above is None or own is None or not own.is_running():
-        return
-    is_ended = above.is_paused() or above.is_cancelling() or above.is_cancelled()
-    if is_ended and above.timestamp > own.timestamp:
-        client.set_flow_run_state(subflow.id, Cancelling(message=f"With {parent.name}"))
 
 
 @contextlib.contextmanager

@@ -12,14 +12,12 @@ from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage, run_with_retries
 
 
-def download(config: Config) -> Path | None:
+def download(config: Config) -> Path:
     """List the source's files by what identifies their content; fetch what is missing.
 
-    Returns the file with the listing; None if the shard stage is remote, whose worker does this.
+    Returns the file with the listing.
     """
     config = config.updated(data={"folder": None})
-    if "shard" in config.deployments:
-        return None
     check_holds_datasets(config.run)
     listing: Path = run_with_retries(_download, config.stages.download, config)
     return listing

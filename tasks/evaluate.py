@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from infini_model.config import Config
-from infini_model.runtime.runs import REPORT, REPORT_PAGE, VALIDATION_LOSS, is_finished
-from infini_model.runtime.stored_runs import refresh_run
+from infini_model.runtime.runs import VALIDATION_LOSS
 from tasks import artifacts
 from tasks.control import end_predecessors
 from tasks.failures import FIRST, failure_as_state
-from tasks.remote_stage import RemoteStage
 from tasks.shard import Dataset
 from tasks.stage import STAGE, named_after_run, run_stage, run_with_retries
 from tasks.train import mlflow_link, outcome
@@ -24,14 +22,11 @@ from tasks.train import mlflow_link, outcome
 def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
     """Score a trained run and write its report.
 
-    Returns the results of all tasks and the paths of the report and its plots; only the paths of
-    the report if the stage is remote, and only the run folder on any but the first of several
-    machines, which writes the report.
+    Returns the results of all tasks and the paths of the report and its plots; only the run folder
+    on any but the first of several machines, which writes the report.
     """
     if config.launch.node_rank > 0:
         return {"run_dir": str(run_dir)}
-    if "evaluate" in config.deployments:
-        return _evaluate_remotely(config, dataset, run_dir)
     arguments = (config, str(dataset.folder), str(run_dir))
     report: dict[str, Any] = run_with_retries(_evaluate, config.stages.evaluate, *arguments)
     end_predecessors(run_dir, _summary(report))
@@ -50,19 +45,6 @@ def _summary(report: dict[str, Any]) -> str:
     losses = report.get("tasks", {}).get("loss", {}).get("metrics", {})
     said = [f"validation loss {losses[VALIDATION_LOSS]:.3f}"] if VALIDATION_LOSS in losses else []
     return " · ".join([*said, f"report {report['report']}"])
-
-
-def _evaluate_remotely(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
-    stage = RemoteStage.find(config, "evaluate")
-
-    def opened(flow_run: FlowRun) -> dict[str, Any]:
-        refresh_run(run_dir, config.run.store, logs=True)
-        if not is_finished(run_dir):
-            raise stage.unseen(flow_run, "report", run_dir / REPORT, "run.output_dir")
-        return {"report": str(run_dir / REPORT), "html": str(run_dir / REPORT_PAGE)}
-
-    named = config.updated(data={"folder": dataset.place}, run={"name": run_dir.name})
-    return stage.run(named, opened)
 
 
 @task(name="evaluate", task_run_name=named_after_run, **STAGE)

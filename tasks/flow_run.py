@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
@@ -124,14 +124,6 @@ class Waiting:
         self._shown = said
 
 
-def tagged(flow_run: FlowRun, kind: str) -> str | None:
-    """What a flow run was tagged with as `kind:…` by `name_flow_run`; None if it was not."""
-    for tag in flow_run.tags:
-        if _kind(tag) == kind:
-            return tag.partition(":")[2]
-    return None
-
-
 def earlier_subflows(flow_name: str) -> list[FlowRun]:
     """The subflows of a flow that earlier attempts of the current flow run have begun."""
     context = FlowRunContext.get()
@@ -144,15 +136,6 @@ def earlier_subflows(flow_name: str) -> list[FlowRun]:
             flow_run_filter=FlowRunFilter.model_validate(within),
             sort=FlowRunSort.START_TIME_ASC,
         )
-
-
-def _top(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
-    while flow_run.parent_task_run_id is not None:
-        above = client.read_task_run(flow_run.parent_task_run_id).flow_run_id
-        if above is None:
-            break
-        flow_run = client.read_flow_run(above)
-    return flow_run
 
 
 def _kind(tag: str) -> str:

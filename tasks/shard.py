@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from prefect import get_run_logger, task
 from prefect.artifacts import TableArtifact
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.runtime import task_run
 from prefect.states import Completed
@@ -24,7 +24,6 @@ from infini_model.training.initial_weights import InitialWeights
 from tasks import artifacts
 from tasks.failures import failure_as_state
 from tasks.flow_run import attempt, current_owner
-from tasks.remote_stage import RemoteStage
 from tasks.stage import STAGE, run_stage, run_with_retries
 
 NEW_DATASET = "infini.dataset.ready"
@@ -62,15 +61,11 @@ def known_dataset(config: Config) -> Dataset | None:
     """The dataset to use as it stands, even if documents were added since.
 
     It is that of the run which this flow run retries or `infini resume` names, else the one in
-    `data.folder`, else that with which an earlier attempt has started a remote training. None if
-    there is none, or if it is damaged and can be made again. Raises `DataError` if it cannot, since
-    the user gave it as `data.folder`.
+    `data.folder`. None if there is none, or if it is damaged and can be made again. Raises
+    `DataError` if it cannot, since the user gave it as `data.folder`.
     """
     run_dir = _begun_run(config)
-    if run_dir is not None:
-        folder: Path | str | None = dataset_here(run_dir)
-    else:
-        folder = config.data.folder or _remote_training_dataset(config)
+    folder = config.data.folder if run_dir is None else dataset_here(run_dir)
     if folder is None:
         return None
     try:
@@ -96,14 +91,6 @@ def _begun_run(config: Config) -> Path | None:
     return named if is_its_own else None
 
 
-def _remote_training_dataset(config: Config) -> str | None:
-    """The dataset with which an earlier attempt has started the training, if that is remote."""
-    if "train" not in config.deployments:
-        return None
-    known = RemoteStage.find(config, "train").known()
-    return None if known is None else known.parameters["advanced"]["data"]["folder"]
-
-
 def use_dataset(config: Config) -> Dataset:
     """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
     plan: Plan = run_with_retries(_plan, config.stages.shard, config, None)
@@ -112,16 +99,14 @@ def use_dataset(config: Config) -> Dataset:
     return dataset
 
 
-def shard(config: Config, listing: Path | None, weights: InitialWeights | None = None) -> Dataset:
+def shard(config: Config, listing: Path, weights: InitialWeights | None = None) -> Dataset:
     """Tokenise the files in the listing of `download` into a dataset, or reuse what stands of it.
 
-    `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Without a listing the
-    stage is remote. Raises `DataError` if only `data.share` of the dataset is made.
+    `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Raises `DataError` if
+    only `data.share` of the dataset is made.
     """
     config = config if weights is None else weights.pinned_in(config)
     config = config.updated(data={"folder": None})
-    if listing is None:
-        return _shard_remotely(config)
     dataset = build_dataset(config, listing)
     if dataset.missing:
         raise DataError(f"data.share: {share_made(config, dataset)}, so there is no dataset yet")
@@ -135,7 +120,7 @@ def share_made(config: Config, dataset: Dataset) -> str:
 
 
 def build_dataset(config: Config, listing: Path) -> Dataset:
-    """What `shard` does in place; with `data.share` the dataset may have `missing` partitions."""
+    """What `shard` does; with `data.share` the dataset may have `missing` partitions."""
     log, stage = get_run_logger(), config.stages.shard
     plan: Plan = run_with_retries(_plan, stage, config, listing)
     if plan.fault:
@@ -144,21 +129,6 @@ def build_dataset(config: Config, listing: Path) -> Dataset:
     if not dataset.missing:
         log.info("Dataset %s is %s", dataset.place, "reused" if dataset.reused else "ready")
     return dataset
-
-
-def _shard_remotely(config: Config) -> Dataset:
-    stage = RemoteStage.find(config, "shard")
-
-    def opened(flow_run: FlowRun) -> Dataset:
-        folder = config.run.datasets_dir / stage.made(flow_run, "dataset")
-        try:
-            return use_dataset(config.updated(data={"folder": folder}))
-        except DataError as error:
-            if folder.exists() or config.run.datasets_store is not None:
-                raise
-            raise stage.unseen(flow_run, "dataset", folder, "run.data_dir") from error
-
-    return stage.run(config, opened)
 
 
 def _plan_name() -> str:

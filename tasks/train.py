@@ -13,14 +13,13 @@ from pathlib import Path
 
 from prefect import get_run_logger, task
 from prefect.artifacts import LinkArtifact, TableArtifact
-from prefect.client.schemas.objects import FlowRun
 
 from infini_model.config import Config
-from infini_model.runtime.claims import claim_run, run_to_resume
+from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import Line, newest_lines, read_newest
-from infini_model.runtime.runs import is_finished, is_started, read_run
-from infini_model.runtime.stored_runs import attach_unclaimed, refresh_runs
+from infini_model.runtime.runs import is_finished, read_run
+from infini_model.runtime.stored_runs import attach_unclaimed
 from infini_model.training.initial_weights import InitialWeights, record_initial_weights
 from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.mlflow_record import PAGE, run_url
@@ -30,7 +29,6 @@ from tasks.artifacts import LiveArtifact, Progress, Updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
-from tasks.remote_stage import RemoteStage
 from tasks.shard import Dataset
 from tasks.stage import STAGE, TAIL_LINES, named_after_run, run_with_retries
 from tasks.weights import fetch_anew
@@ -46,28 +44,20 @@ Row = dict[str, str]
 def train(config: Config, dataset: Dataset, weights: InitialWeights | None) -> Iterator[Path]:
     """Train a run of these settings or resume it, and hold it for the block; yields its folder.
 
-    It is not held if the evaluation is remote, whose worker holds it. Raises as `claim_run` does,
-    and what the training failed with.
+    Raises as `claim_run` does, and what the training failed with.
     """
-    with contextlib.ExitStack() as held:
-        if "train" in config.deployments:
-            run_dir = _train_remotely(config, dataset)
-            if "evaluate" not in config.deployments:
-                held.enter_context(attached(config, run_dir))
-        else:
-            claim = claim_run(
-                config,
-                dataset.key,
-                dataset.folder,
-                weights=None if weights is None else weights.fingerprint,
-                address=dataset.address,
-                owner=current_owner(),
-            )
-            run_dir = held.enter_context(claim)
-            _name_flow_run(config, dataset, run_dir)
-            _train_claimed(config, dataset, run_dir, weights)
-            if "evaluate" in config.deployments:
-                held.close()
+    claim = claim_run(
+        config,
+        dataset.key,
+        dataset.folder,
+        weights=None if weights is None else weights.fingerprint,
+        address=dataset.address,
+        owner=current_owner(),
+    )
+    with claim as run_dir:
+        tags = (f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
+        name_flow_run(run_dir.name, *tags, f"dataset:{dataset.folder.name}")
+        _train_claimed(config, dataset, run_dir, weights)
         yield run_dir
 
 
@@ -85,11 +75,6 @@ def outcome(run_dir: Path) -> str:
     if "validation/loss" in newest:
         said.append(f"validation loss {newest['validation/loss']:.3f}")
     return " · ".join(said)
-
-
-def _name_flow_run(config: Config, dataset: Dataset, run_dir: Path) -> None:
-    tags = (f"preset:{config.run.preset or 'custom'}", f"run:{run_dir.name}")
-    name_flow_run(run_dir.name, *tags, f"dataset:{dataset.folder.name}")
 
 
 def _train_claimed(
@@ -114,29 +99,6 @@ def _train_claimed(
             weights = fetch_anew(config)
         record_initial_weights(run_dir, weights)
     run_with_retries(_train, config.stages.train, config, str(dataset.folder), str(run_dir))
-
-
-def _train_remotely(config: Config, dataset: Dataset) -> Path:
-    """Train by the deployment of the stage, which claims the run; returns the run's folder.
-
-    A command in a terminal resumes the interrupted run that it would resume in place.
-    """
-    stage, run = RemoteStage.find(config, "train"), config.run
-
-    def opened(flow_run: FlowRun) -> Path:
-        run_dir = run.runs_dir / stage.made(flow_run, "run")
-        refresh_runs(run.runs_dir, run.store)
-        if not is_started(run_dir):
-            raise stage.unseen(flow_run, "run", run_dir, "run.output_dir")
-        return run_dir
-
-    named = config.updated(data={"folder": dataset.place})
-    if run.name is None and current_owner().adopts:
-        found = run_to_resume(config, dataset_key=dataset.key)
-        named = named.updated(run={"name": None if found is None else found.name})
-    run_dir = stage.run(named, opened)
-    _name_flow_run(config, dataset, run_dir)
-    return run_dir
 
 
 @task(name="train", task_run_name=named_after_run, **STAGE)

@@ -24,12 +24,11 @@ def fetch_weights(config: Config) -> InitialWeights | None:
 
     Those of a run that resumes from a checkpoint are as it recorded them: it needs neither the hub
     nor the folder, except with LoRA, whose checkpoints lack the frozen weights. With several
-    machines only the first one reads them, and with a remote training its worker.
+    machines only the first one reads them.
 
     Raises as `check_training_memory` does.
     """
-    is_remote = "train" in config.deployments
-    if is_remote or config.model.initial_weights is None or config.launch.node_rank > 0:
+    if config.model.initial_weights is None or config.launch.node_rank > 0:
         return None
     run_dir = run_to_resume(config, current_owner())
     if run_dir is not None and has_checkpoint(run_dir, config.run.store):

@@ -25,4 +25,4 @@ from infini_model.config.reading import (
     validate,
 )
 from infini_model.config.training import AttentionBackend, LaunchConfig, LoraConfig, TrainingConfig
-from infini_model.config.tree import Config, FlowStageConfig, StageConfig
+from infini_model.config.tree import Config, StageConfig

@@ -7,10 +7,9 @@ torch, so that a worker or the UI loads the tree quickly.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -18,7 +17,7 @@ from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
 from infini_model.config.locations import SplitFolder, StoreAddress, is_store, working_folder
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS, ModelConfig
-from infini_model.config.section import Name, Section, takes
+from infini_model.config.section import Name, Section
 from infini_model.config.training import (
     CheckpointConfig,
     LaunchConfig,
@@ -36,7 +35,6 @@ DECIDE_WEIGHTS = {
 }
 # The value of `data.tokenizer.spec` that stands for the tokenizer of `model.initial_weights`.
 MODEL_SPEC = "model"
-Deployment = Annotated[str, takes("NAME or FLOW/NAME", re.compile(r"[^/]+(/[^/]+)?").fullmatch)]
 # Prefect takes no more.
 Retries = Annotated[int, Field(ge=0, le=50)]
 
@@ -94,25 +92,17 @@ class CleanStageConfig(StageConfig):
     retries: Retries = 0
 
 
-class FlowStageConfig(StageConfig):
-    """The same for a stage with a flow of its own, which a worker elsewhere can run."""
-
-    deployment: Deployment | None = None
-    """Deployment of the stage's flow, NAME or FLOW/NAME: the pipeline and a sweep run the stage as
-    a flow run of it, in its work pool; null (default) runs it in place."""
-
-
 class StagesConfig(Section):
-    """Retries, timeouts and places of the stages of the pipeline and of the cleaning after them.
+    """Retries and timeouts of the stages of the pipeline and of the cleaning after them.
 
-    `shard` is the flow preprocess: the download, the plan and the shards.
+    `shard` is both the plan of a dataset and its shards.
     """
 
     weights: FetchStageConfig = FetchStageConfig()
     download: FetchStageConfig = FetchStageConfig()
-    shard: FlowStageConfig = FlowStageConfig()
-    train: FlowStageConfig = FlowStageConfig()
-    evaluate: FlowStageConfig = FlowStageConfig()
+    shard: StageConfig = StageConfig()
+    train: StageConfig = StageConfig()
+    evaluate: StageConfig = StageConfig()
     clean: CleanStageConfig = CleanStageConfig()
 
 
@@ -306,23 +296,6 @@ class Config(Section):
         if tokenizer.spec != MODEL_SPEC:
             return self.data
         return self.data.updated(tokenizer={"spec": self.model.initial_weights})
-
-    @property
-    def deployments(self) -> dict[str, str]:
-        """The deployments as which stages run, by stage; `data.folder` leaves nothing to shard."""
-        return {
-            name: stage.deployment
-            for name, stage in self.stages
-            if isinstance(stage, FlowStageConfig)
-            and stage.deployment is not None
-            and not (name == "shard" and self.data.folder is not None)
-        }
-
-    @property
-    def in_place(self) -> Self:
-        """The same with all stages in place, for the flow of a stage."""
-        here = {"deployment": None}
-        return self.updated(stages={"shard": here, "train": here, "evaluate": here})
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -256,15 +256,12 @@ def free_name(config: Config, dataset_key: str) -> str:
     raise AssertionError
 
 
-def run_to_resume(
-    config: Config, owner: Owner = ANYBODY, *, dataset_key: str | None = None
-) -> Path | None:
+def run_to_resume(config: Config, owner: Owner) -> Path | None:
     """The run that a claim of these settings would resume; None if it would start a new one.
 
-    Without the dataset's key, that is if the dataset is still the same. Which it gets is decided by
-    `claim_run`, later.
+    That is if the dataset is still the same. Which it gets is decided by `claim_run`, later.
     """
-    request = _Request(config, dataset_key, owner=owner)
+    request = _Request(config, dataset_key=None, owner=owner)
     exact = request.exact_folder()
     if exact is not None:
         return exact if request.is_for(exact) else None

@@ -27,7 +27,6 @@ from commands import Environment, infini, infini_here, run, tiny, write_settings
         ("run --gpus 0,97", "launch.gpus=0,97: GPU 0 does not exist"),
         ("train --gpus all", "launch.gpus=all: no GPU"),
         ("serve --port 70000", "--port"),
-        ("run stages.train.deployment=gpu", "stages.train.deployment: needs a Prefect server"),
         ("generate", "give either --prompt or --prompt-file"),
         ("generate --prompt-file nowhere.txt", "nowhere.txt: cannot be read: No such file"),
         ("generate --prompt-file -", "-: is not UTF-8 text"),

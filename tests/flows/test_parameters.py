@@ -1,7 +1,4 @@
-"""What a deployed flow is asked for: the form, what it refuses, and the `Config` that it means.
-
-Also what a stage on another machine is started with, which are such parameters.
-"""
+"""What a deployed flow is asked for: the form, what it refuses, and the `Config` that it means."""
 
 import functools
 import importlib
@@ -18,12 +15,9 @@ from prefect.utilities.schema_tools.validation import ValidationError
 
 from flows.parameters import resolve, settings_of
 from flows.presets import configure, preset_choices
-from infini_model.config import Config, FlowStageConfig
-from infini_model.config.locations import working_folder
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.errors import ConfigError, UserError
-from tasks.checks import check_remote_stages
-from tasks.remote_stage import remote_parameters
+from infini_model.runtime.errors import ConfigError, DeviceError
+from tasks.checks import check_gpus_of_evaluation
 
 FLOWS = ("pipeline", "preprocess", "train", "evaluate", "compare")
 WEIGHTS = "model.initial_weights=team/llama"
@@ -171,58 +165,12 @@ def test_settings_handed_on_whole_are_the_same(
     assert resolved.model_dump_json() == config.model_dump_json()
 
 
-ELSEWHERE = tuple(f"stages.{stage}.deployment=there" for stage in ("shard", "train", "evaluate"))
-
-
-def config_of(*overrides: str) -> Config:
-    return configure(["debug"], overrides=[*ELSEWHERE, "stages.train.retries=7", *overrides])
-
-
-@pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_stage_elsewhere_has_the_same_settings_and_no_stage_elsewhere(name: str) -> None:
-    places = ("run.output_dir=/shared", "run.data_dir=/datasets")
-    places += ("data.folder=/shared/datasets/a-1",)
-    config = config_of("training.max_steps=9", "run.seed=3", "data.keep=2", *places)
-    parameters = remote_parameters(config, schema_of(name)["properties"])
-    # All of them: what is null here is not to be the deployment's own.
-    assert parameters.keys() == {"preset", *settings_of(name), "advanced"}
-    there = resolve(**parameters)
-    assert there == config.in_place.updated(data={"keep": None})
-    assert there.deployments == {}
-    assert there.stages.train == FlowStageConfig(retries=7)
-    # A dataset that is given leaves nothing to shard.
-    assert config_of("data.folder=a-1").deployments == {"train": "there", "evaluate": "there"}
-
-
-def test_a_machine_with_another_cache_has_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFINI_CACHE_DIR", "/here")
-    config = config_of("run.output_dir=s3://bucket/team")
-    parameters = remote_parameters(config, schema_of("preprocess")["properties"])
-    monkeypatch.setenv("INFINI_CACHE_DIR", "/there")
-    there = resolve(**parameters).run
-    assert there.output_dir == working_folder("s3://bucket/team")
-    assert there.store == "s3://bucket/team"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["launch.num_nodes=2", "launch.rdzv_endpoint=head:29500", "run.name=one", *ELSEWHERE],
-            r"^stages\.shard\.deployment: is not for launch\.num_nodes over 1",
-        ),
-        (["data.share=1/2", *ELSEWHERE], r"^data\.share: is not for stages\.shard\.deployment"),
-        # A machine that only evaluates needs the GPUs, too.
-        (
-            ["launch.launcher=ray", "launch.gpus=all"],
-            r"^launch\.gpus=all: no GPU on this machine, where the run is evaluated; name a "
-            r"stages\.evaluate\.deployment, or set launch\.gpus=auto$",
-        ),
-    ],
-)
-def test_what_cannot_be_elsewhere_is_refused(
-    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_only_evaluates_needs_the_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=message):
-        check_remote_stages(configure(["debug"], overrides=overrides))
+    on_ray = configure(["debug"], overrides=["launch.launcher=ray", "launch.gpus=all"])
+    refusal = (
+        r"^launch\.gpus=all: no GPU on this machine, where the run is evaluated; set "
+        r"launch\.gpus=auto$"
+    )
+    with pytest.raises(DeviceError, match=refusal):
+        check_gpus_of_evaluation(on_ray)

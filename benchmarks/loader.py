@@ -75,13 +75,14 @@ def blocks(dataset_dir: Path, length: int) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    documents = datasets.load_from_disk(str(dataset_dir))["train"].with_format("numpy")
+    documents = datasets.load_from_disk(str(dataset_dir))["train"].select_columns("input_ids")
 
     def cut(rows: dict[str, Any]) -> dict[str, Any]:
         ids = np.concatenate(list(rows["input_ids"]))
         return {"input_ids": list(ids[: len(ids) // length * length].reshape(-1, length))}
 
-    return documents.map(cut, batched=True, load_from_cache_file=False).with_format("torch")
+    cut_up = documents.with_format("numpy").map(cut, batched=True, load_from_cache_file=False)
+    return cut_up.with_format("torch")
 
 
 def checked(ids: Tensor, labels: Tensor, batch: int, length: int) -> int:

@@ -103,7 +103,7 @@ def readme_commands(tmp_path: Path) -> list[str]:
 
 def test_the_commands_of_the_readme_run(newcomer: Newcomer, tmp_path: Path) -> None:
     commands = readme_commands(tmp_path)
-    assert len(commands) == 12
+    assert len(commands) == 13
     for command in commands:
         succeed(infini(*shlex.split(command)[1:]), newcomer.env, cwd=tmp_path)
     assert (tmp_path / "exported" / "config.json").is_file()

@@ -91,7 +91,7 @@ def _print_sizes(console: Console, manifest: Manifest, windows: Mapping[str, Win
     console.print(table)
     again, is_estimate = count_duplicates([each.stream for each in windows.values()])
     count = f"{'about ' * is_estimate}{again:,} ({again / manifest.documents:.1%})"
-    console.print(f"Documents with the text of an earlier one: {count}")
+    console.print(f"Exact duplicates: {count}")
 
 
 def _window(

@@ -100,7 +100,7 @@ def use_dataset(config: Config) -> Dataset:
 
 
 def shard(config: Config, listing: Path, weights: InitialWeights | None = None) -> Dataset:
-    """Tokenise the files in the listing of `download` into a dataset, or reuse what stands of it.
+    """Tokenise the files in the listing of `download` into a dataset, or reuse what already exists.
 
     `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Raises `DataError` if
     only `data.share` of the dataset is made.
@@ -120,7 +120,7 @@ def share_made(config: Config, dataset: Dataset) -> str:
 
 
 def build_dataset(config: Config, listing: Path) -> Dataset:
-    """What `shard` does; with `data.share` the dataset may have `missing` partitions."""
+    """Build the dataset, which with `data.share` may have `missing` partitions."""
     log, stage = get_run_logger(), config.stages.shard
     plan: Plan = run_with_retries(_plan, stage, config, listing)
     if plan.fault:

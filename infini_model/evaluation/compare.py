@@ -123,7 +123,7 @@ class ComparedRun(NamedTuple):
 
 
 def _training_results(lines: Sequence[Line]) -> dict[str, float]:
-    """What `metrics.jsonl` says of the whole training; tokens are targets, without padding."""
+    """Sum up the whole training from `metrics.jsonl`; tokens are targets, without padding."""
     results: dict[str, float] = {}
     for line in lines:
         results["steps"] = line["step"]

@@ -198,7 +198,7 @@ def _trained(context: EvalContext) -> str:
 def _tokens_read(context: EvalContext) -> str:
     packing = context.config.packing
     tokens = context.position.samples_seen * packing.context_length
-    return f"{tokens:,} tokens{'' if packing.mode == 'packed' else ' and padding'}"
+    return f"{tokens:,} tokens{'' if packing.mode == 'packed' else ' (including padding)'}"
 
 
 def _model_section(context: EvalContext) -> str:
@@ -240,7 +240,7 @@ def _model_section(context: EvalContext) -> str:
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
         ("Steps", f"{position.step:,} of {context.last_step:,}"),
-        ("Read", _tokens_read(context)),
+        ("Trained on", _tokens_read(context)),
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")

@@ -28,9 +28,9 @@ TRAIN = "infini: train on every new dataset"
 
 
 def move_to_pools(url: str) -> None:
-    """What `prefect deploy --name NAME --pool POOL -jv working_dir=…` does for each deployment.
+    """Do as `prefect deploy --name NAME --pool POOL -jv working_dir=…` for each deployment.
 
-    Then what `prefect automation resume` does.
+    Then as `prefect automation resume`.
     """
     deploy(url)
     template = json.loads(TEMPLATE.read_text())

@@ -1,4 +1,4 @@
-"""What a deployed flow is asked for: the form, what it refuses, and the `Config` that it means."""
+"""The parameters of a deployed flow: the form, what it refuses, and the `Config` that it means."""
 
 import functools
 import importlib

@@ -14,23 +14,23 @@ from infini_model.config import PackingConfig
 from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.windows import open_windows
 
-Told = Callable[..., str]
+Show = Callable[..., str]
 HOSTILE = "\x1b[31mred\r\u202e [bold]not[/bold]\ttabbed :smile:"
 ALL = {"train": 1.0, "validation": 0.0, "test": 0.0}
 ANSWERS = [[f"answer {n}.{turn} 🦊" for turn in range(n % 3 + 1)] for n in range(30)]
 
 
 @pytest.fixture
-def told(alone: Environment, tmp_path: Path) -> Told:
-    """What a command prints that succeeds, on a terminal or not."""
+def show(alone: Environment, tmp_path: Path) -> Show:
+    """Runs `infini show`, which must succeed; returns its output, on a terminal or not."""
 
-    def tell(*arguments: str | Path, terminal: bool = False) -> str:
+    def run(*arguments: str | Path, terminal: bool = False) -> str:
         env = alone | ({"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {})
         done = infini_here("show", "--config", tmp_path / "settings.yaml", *arguments, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    return tell
+    return run
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def windows_in(output: str) -> list[tuple[int, str]]:
     ids=str,
 )
 def test_the_first_batch_is_that_of_the_training(
-    texts: list[str], told: Told, output: Path, packing: dict[str, object]
+    texts: list[str], show: Show, output: Path, packing: dict[str, object]
 ) -> None:
     settings = [f"packing.{key}={value}".replace("'", "") for key, value in packing.items()]
-    shown = told("--all", "tiny", "launch.processes=2", "run.seed=5", *settings)
-    assert f"Documents with the text of an earlier one: {len(texts) - len(set(texts))} (" in shown
+    shown = show("--all", "tiny", "launch.processes=2", "run.seed=5", *settings)
+    assert f"Exact duplicates: {len(texts) - len(set(texts))} (" in shown
     (folder,) = (output / "datasets").glob("tiny-*")
     config = PackingConfig(context_length=64, **packing)
     whole = open_windows(folder, "train", config, 16)
@@ -102,7 +102,7 @@ def test_the_first_batch_is_that_of_the_training(
 
 
 def test_what_is_not_learned_of_a_conversation_is_dim(
-    tmp_path: Path, output: Path, told: Told
+    tmp_path: Path, output: Path, show: Show
 ) -> None:
     talks = [
         [each for answer in answers for each in (("human", f"🐦 say {answer}"), ("gpt", answer))]
@@ -115,7 +115,7 @@ def test_what_is_not_learned_of_a_conversation_is_dim(
     tree = tiny(tmp_path, output, data={"source": source, "tokenizer": tokenizer, "splits": ALL})
     dataset_of(write_settings(tmp_path / "settings.yaml", tree))
     fit = ("packing.mode=document", "packing.remainder=pad", "packing.context_length=512")
-    shown = told("--all", *fit, f"training.batch_size={len(ANSWERS)}", terminal=True)
+    shown = show("--all", *fit, f"training.batch_size={len(ANSWERS)}", terminal=True)
     found = []
     for _, text in windows_in(shown.replace("\x1b[1m", "").replace("\x1b[0m", "\0")):
         runs = re.findall(r"\x1b\[2m([^\0]*)\0([^\0\x1b]*)", text)
@@ -126,19 +126,19 @@ def test_what_is_not_learned_of_a_conversation_is_dim(
     assert sorted(found) == sorted(spoken)
 
 
-def test_without_all_the_ends_of_four_windows_are_printed(texts: list[str], told: Told) -> None:
-    short = told("packing.context_length=64")
+def test_without_all_the_ends_of_four_windows_are_printed(texts: list[str], show: Show) -> None:
+    short = show("packing.context_length=64")
     assert len(windows_in(short)) == 4
     assert short.endswith("\n2 more windows; --all prints them\n")
     long = ("packing.context_length=3200", "training.batch_size=1")
     long = (*long, "training.gradient_accumulation_steps=1", "packing.mode=packed")
-    (_, cut), (_, whole) = windows_in(told(*long))[0], windows_in(told("--all", *long))[0]
+    (_, cut), (_, whole) = windows_in(show(*long))[0], windows_in(show("--all", *long))[0]
     first, last = cut.rstrip("\n").split(f"\n── {len(whole) - 1 - 2500:,} characters more ──\n")
     assert (first, last) == (whole[:2000], whole.rstrip("\n")[-500:])
 
 
 def test_nothing_in_a_document_commands_the_terminal(
-    tmp_path: Path, output: Path, told: Told
+    tmp_path: Path, output: Path, show: Show
 ) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -146,7 +146,7 @@ def test_nothing_in_a_document_commands_the_terminal(
     tree = tiny(folder, output, data={"splits": ALL})
     dataset_of(write_settings(tmp_path / "settings.yaml", tree))
     for terminal in (False, True):
-        shown = told("training.batch_size=1", "packing.context_length=256", terminal=terminal)
+        shown = show("training.batch_size=1", "packing.context_length=256", terminal=terminal)
         shown = re.sub(r"\x1b\[[012]m", "", shown) if terminal else shown
         assert not set(shown) & {"\x1b", "\r", "\u202e"}
         assert r"\x1b[31mred\r\u202e [bold]not[/bold]" + "\ttabbed :smile:" in shown

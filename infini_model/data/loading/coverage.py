@@ -1,4 +1,4 @@
-"""How much of what a training computes is learned from: the fill of its windows.
+"""The share of a training's computation that is learned from: the fill of its windows.
 
 Padding costs as much as text. And a memory is read only by the segments after a document's first:
 where documents are hardly longer than a segment, most segments start with an empty one.
@@ -35,7 +35,7 @@ class Coverage:
     lengths: tuple[int, ...]
 
     def describe(self, memory: str) -> Iterator[str]:
-        """Yield a line for each. `memory` is `model.memory`."""
+        """Yield a line for each share and for the lengths. `memory` is `model.memory`."""
         yield f"Positions with a target, not padding: {self.filled:.0%}"
         if memory != "none":
             yield f"Segments that read a memory: {self.recalled:.0%}"

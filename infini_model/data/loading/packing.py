@@ -71,7 +71,7 @@ class StreamPacking:
 
 
 def documents_of_block(tokens: int, documents: int, row_length: int) -> int:
-    """How many documents, which have so many tokens in all, make the rows of a block: 16 · 2^k."""
+    """The number of documents of a block: 16 · 2^k, which make some `ROWS_OF_BLOCK` rows."""
     block = FEWEST_IN_BLOCK
     while block < MOST_IN_BLOCK and block * tokens < ROWS_OF_BLOCK * row_length * documents:
         block *= 2
@@ -139,9 +139,9 @@ class DocumentPacking:
         return Rows(start + place, np.minimum(left, self.row_length), place == 0)
 
     def _begins(self, lengths: np.ndarray) -> np.ndarray:
-        """Whether documents begin a row: bool [blocks, block], as `lengths`, 0 past the last.
+        """Mark the documents that begin a row, as the first of each block does.
 
-        The first of a block does.
+        `lengths` int32 [blocks, block], 0 past the last; returns bool of that shape.
         """
         if self._remainder != "share":
             return np.ones(lengths.shape, bool)

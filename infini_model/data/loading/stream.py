@@ -355,7 +355,7 @@ def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def count_duplicates(streams: Sequence[TokenStream]) -> tuple[int, bool]:
-    """How many documents have the text of an earlier one, and whether that is an estimate.
+    """Count documents that have the text of an earlier one; true beside it if it is an estimate.
 
     Of too many documents those in one of several classes of hashes are compared. Raises `DataError`
     if a shard is missing or damaged.

@@ -83,7 +83,7 @@ def write_listing(config: Config, partitions: int, folder: Path) -> None:
         )
         for number in range(partitions // PARTITIONS_PER_FILE)
     ]
-    write_record(folder / LISTING, Listing(ranges=ranges))
+    write_record(folder / LISTING, Listing(sources={"": ranges}))
 
 
 def _record() -> bytes:
@@ -115,19 +115,19 @@ def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
         "divide",
         lambda: requested_dataset(listing, data, run.datasets_dir, run.datasets_store),
     )
-    (folder / KEYS).write_text("\n".join(wanted.partition_keys))
+    (folder / KEYS).write_text("\n".join(wanted.keys[""]))
     template = _record()
 
     def records() -> list[PartitionRecord]:
-        named = (template.replace(KEY.encode(), key.encode()) for key in wanted.partition_keys)
+        named = (template.replace(KEY.encode(), key.encode()) for key in wanted.keys[""])
         return [parse_record(content, ADDRESS, PartitionRecord) for content in named]
 
     made = _timed(seconds, "read records", records)
-    record = wanted.defaults.tokenizer
+    record = wanted.sources[0].common.tokenizer
     manifest = _timed(
         seconds,
         "make manifest",
-        lambda: make_manifest(data.name, wanted.partition_keys, record, made, 0.0),
+        lambda: make_manifest(data.name, wanted.keys, record, made, 0.0),
     )
     datasets = StoredDatasets(f"{ADDRESS}/datasets", run.datasets_dir)
     _timed(seconds, "write it", lambda: datasets.write(manifest, wanted.tokenizer))

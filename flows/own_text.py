@@ -82,8 +82,9 @@ def _interrupted(runs_dir: Path, key: str) -> Config | None:
 
 def _choose(config: Config) -> tuple[str, dict[str, Any], list[str]]:
     """A preset, what is laid over it, and the beginning of the lines that say so."""
-    source = config.data.source
-    files = _files(source)
+    sources = list(config.data.named_sources.values())
+    each = [_files(source) for source in sources]
+    files = [path for own in each for path in own] if all(each) else []
     size = sum(path.stat().st_size for path in files) if files else UNKNOWN_SIZE
     text = f"{_in_megabytes(size)} of text" if files else "text of unknown size"
     if choose_gpus(config.launch.gpus):
@@ -91,7 +92,7 @@ def _choose(config: Config) -> tuple[str, dict[str, Any], list[str]]:
     else:
         preset, change, machine = DEFAULT_PRESET, _small(size), "no GPU"
     lines = [f"{text}, {machine}: --preset {preset}"]
-    is_whole = files and not getattr(source, "separator", None)
+    is_whole = files and not any(getattr(source, "separator", None) for source in sources)
     if is_whole and len(files) < FEW_DOCUMENTS and all(path.suffix in WHOLE for path in files):
         lines.append(
             f"each file is one document, and {len(files)} may leave a split empty: "

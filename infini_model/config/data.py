@@ -8,10 +8,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PositiveFloat, Tag
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    Tag,
+    model_validator,
+)
 
 from infini_model.config.locations import Place, RayAddress
 from infini_model.config.section import (
+    MOST,
     Fraction,
     Name,
     NonEmpty,
@@ -96,8 +105,8 @@ KIND = (
 
 
 def _listed(value: Any) -> Any:
-    """A single glob as a list of one."""
-    return [value] if isinstance(value, str) else value
+    """A single glob or weight as a list of one."""
+    return [value] if isinstance(value, str | float | int) else value
 
 
 class FilesSource(Section):
@@ -203,8 +212,12 @@ class DataConfig(Section):
 
     name: Name = "corpus"
     """Prefix of the dataset folder's name; a content key is appended."""
-    source: Source = FilesSource(errors="skip")
-    """Where the text comes from."""
+    source: Source | None = FilesSource(errors="skip")
+    """Where the text comes from; null if data.sources says it."""
+    sources: dict[Name, Source] | None = None
+    """Sources by name, such as {web: {paths: …}, code: {repository: …}}, each with the keys of
+    data.source, in place of that. They share the tokenizer and the splits; packing.weights mixes
+    them. null (default) is the one data.source."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     splits: SplitsConfig = SplitsConfig()
     folder: Place | None = None
@@ -239,7 +252,26 @@ class DataConfig(Section):
     """Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) or mixed (all
     GPUs and the remaining cores). The tokens are identical on all of them."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_replace_the_default(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("sources") is not None:
+            return {"source": None, **values}
+        return values
+
+    @property
+    def named_sources(self) -> dict[str, Source]:
+        """The sources in the order of their names; one without a name is called ""."""
+        return {"": self.source} if self.source else dict(sorted((self.sources or {}).items()))
+
     def conflicts(self) -> Iterator[str]:
+        if self.source and self.sources is not None:
+            yield "sources is given beside data.source; leave one of them out"
+        if not self.named_sources:
+            yield "sources is empty; name a source, or set data.source"
+        templates = {each.template for each in self.named_sources.values() if each.pairs}
+        if len(templates) > 1:
+            yield "the conversations of all sources take one form; give them the same template"
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
             yield f"device {self.device} needs engine=local; Ray takes cpu or cuda"
 
@@ -265,6 +297,11 @@ def _in_order(schedule: dict[float, int]) -> dict[float, int]:
 ContextSchedule = Annotated[dict[Fraction, PositiveInt], AfterValidator(_in_order)]
 
 
+Weight = Annotated[float, Field(ge=0.0, le=MOST)]
+Weights = Annotated[
+    NonEmptyList[Weight],
+    BeforeValidator(_listed, json_schema_input_type=Weight | NonEmptyList[Weight]),
+]
 Remainder: TypeAlias = Literal["share", "pad", "drop"]
 
 
@@ -282,7 +319,20 @@ class PackingConfig(Section):
     32}: a memory learns sooner from short windows, and to last from long ones. Each divides the
     next, and the last makes packing.context_length. A step has as many tokens throughout. null
     (default) has windows of context_length from the start."""
+    weights: dict[Name, Weights] | None = None
+    """Share of the windows that each of data.sources gets, in any unit, such as {web: 7, code: 3};
+    or a list with one for each phase of packing.context_schedule. null (default) is by size: all
+    windows once an epoch."""
+    max_epochs: dict[Name, PositiveFloat] | None = None
+    """Passes over a source, such as {code: 4}, beyond which a training does not start. null
+    (default) is no limit; from 4 on a warning says so."""
     remainder: Remainder = "share"
     """The rest of the window (document) or segment (aligned) in which a document ends: share it
     with the next documents that fit in whole and see each other there, pad it, or drop what does
     not fill one."""
+
+    def weights_in(self, phase: int) -> dict[str, float] | None:
+        """The weights in a phase of the schedule, from 0."""
+        if self.weights is None:
+            return None
+        return {name: each[min(phase, len(each) - 1)] for name, each in self.weights.items()}

@@ -6,6 +6,7 @@ import difflib
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,17 +14,24 @@ from pydantic import ValidationError
 
 from infini_model.config.tree import DECIDE_WEIGHTS, Config
 
+SOURCE = "data.source."
+
 
 def one_line(error: ValidationError) -> str:
     """The first error of a tree that `Config` rejected, as one line."""
     first = error.errors(include_url=False)[0]
     key = key_of(first["loc"])
     if first["type"] == "extra_forbidden":
-        return _unknown(key, first["input"])
+        described = described_by(key)
+        own = key.removesuffix(described.removeprefix(SOURCE))
+        message = _unknown(described, first["input"])
+        return message if described == key else message.replace(SOURCE, own)
     if first["type"] == "missing":
         return f"{key}: missing"
     if first["type"] == "union_tag_invalid":
         return f"{key}.kind: got {first['ctx']['tag']!r}: takes {first['ctx']['expected_tags']}"
+    if first["type"] == "union_tag_not_found":
+        return f"{key}: got {first['input']!r}: takes a section with paths or repository"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):
         return f"{key}: {message}" if key else message
@@ -32,7 +40,12 @@ def one_line(error: ValidationError) -> str:
 
 def key_of(place: Iterable[int | str]) -> str:
     """The key of a place that Pydantic names, which may hold the kind of a source."""
-    return ".".join(str(part) for part in place if part not in ("files", "hub"))
+    return ".".join(str(part) for part in place if part not in ("files", "hub", "[key]"))
+
+
+def described_by(key: str) -> str:
+    """The key that describes this one: a key of a named source is one of `data.source`."""
+    return re.sub(r"^data\.sources\.[^.]+\.", SOURCE, key)
 
 
 def left_open(key: str, tree: Mapping[str, Any]) -> str:
@@ -179,8 +192,9 @@ def _schemas() -> dict[str, Schema]:
 
 def _sections(schema: Schema) -> list[str]:
     """The definitions of the sections that a value may be."""
-    options = [schema, *schema.get("anyOf", []), *schema.get("oneOf", [])]
-    return [each["$ref"].rpartition("/")[2] for each in options if "$ref" in each]
+    own = [schema["$ref"].rpartition("/")[2]] if "$ref" in schema else []
+    choices = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
+    return own + [name for choice in choices for name in _sections(choice)]
 
 
 @functools.cache
@@ -194,7 +208,7 @@ def types_of(key: str) -> set[str]:
 
     Empty for a section that is never null, and for an unknown key.
     """
-    schema = _schemas().get(key, {})
+    schema = _schemas().get(described_by(key), {})
     return {
         f"list of {each['items'].get('type')}" if "items" in each else each["type"]
         for each in (schema, *schema.get("anyOf", []))
@@ -233,7 +247,7 @@ def _line(key: str, schema: Schema) -> str:
 def _type(schema: Schema) -> str:
     if "anyOf" in schema:
         return " or ".join(map(_type, schema["anyOf"]))
-    if "$ref" in schema:
+    if "$ref" in schema or "oneOf" in schema:
         return "section"
     if "const" in schema:  # of one of several kinds
         return "text"

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # What stands in a preset or a file for a value that has to be given over it, as in OmegaConf.
 LEFT_OPEN = "???"
+# Of which one is given.
+EXCLUSIVE = (("epochs", "max_steps"), ("source", "sources"))
 # Sections of which every key decides the weights.
 WHOLLY_DECISIVE = DECIDE_WEIGHTS.keys() - {"run"}
 # A string, which may contain `//` (a URL), or a comment.
@@ -149,16 +151,17 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of `base` with the leaves of `change` applied.
 
     A source of another kind replaces the one in `base`, since its keys differ. Setting one of
-    `epochs` and `max_steps` removes the other; setting `initial_weights` removes the shape. A
-    schedule replaces the one in `base`.
+    `epochs` and `max_steps`, or of `source` and `sources`, removes the other; setting
+    `initial_weights` removes the shape. A schedule replaces the one in `base`.
     """
     of_one_kind = change.keys() & {"kind", "paths", "repository"}
     if of_one_kind and source_kind(change) != source_kind(base):
         return dict(change)
     merged = dict(base)
-    for given, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
-        if change.get(given) is not None:
-            merged.pop(other, None)
+    for pair in EXCLUSIVE:
+        for given, other in (pair, pair[::-1]):
+            if change.get(given) is not None:
+                merged.pop(other, None)
     if change.get("initial_weights") is not None:
         for name in ModelConfig.model_fields.keys() - BESIDE_INITIAL_WEIGHTS:
             merged.pop(name, None)
@@ -232,6 +235,9 @@ def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
             typed[key] = value
     if None not in (typed.get("training.epochs"), typed.get("training.max_steps")):
         raise ConfigError("training.epochs: cannot be combined with training.max_steps")
+    sections = {".".join(key.split(".")[:2]) for key, value in typed.items() if value is not None}
+    if {"data.source", "data.sources"} <= sections:
+        raise ConfigError("data.source: cannot be combined with data.sources")
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

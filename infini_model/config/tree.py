@@ -29,7 +29,8 @@ from infini_model.config.training import (
 # `data` decides, the dataset's own key says.
 DECIDE_WEIGHTS = {
     "run": {"seed"},
-    "packing": {*PackingConfig.model_fields},
+    # A limit refuses a training, and changes none.
+    "packing": {*PackingConfig.model_fields} - {"max_epochs"},
     "model": {*ModelConfig.model_fields},
     "training": {*TrainingConfig.model_fields},
 }
@@ -218,6 +219,7 @@ class Config(Section):
         return {**values, "model": shape | dict(model)} if shape else values
 
     def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_with_the_sources()
         yield from self._conflicts_with_the_weights()
         yield from self._conflicts_with_the_objective()
         if self.launch.num_nodes > 1 and self.run.name is None:
@@ -249,6 +251,23 @@ class Config(Section):
                 "training.lora: adapts model.initial_weights, which is not set; set it, or "
                 "training.lora=null"
             )
+
+    def _conflicts_with_the_sources(self) -> Iterator[str]:
+        phases = len(self.packing.context_schedule or [0])
+        for name, weights in (self.packing.weights or {}).items():
+            if len(weights) not in (1, phases):
+                yield (
+                    f"packing.weights.{name}: has {len(weights)} weights; takes one, or one for "
+                    f"each phase of packing.context_schedule ({phases})"
+                )
+        if self.data.folder is not None:
+            return  # It has sources of its own.
+        names = self.data.named_sources.keys() - {""}
+        for setting in ("weights", "max_epochs"):
+            if unknown := (getattr(self.packing, setting) or {}).keys() - names:
+                yield f"packing.{setting}.{min(unknown)}: is no name in data.sources"
+        if self.packing.weights is not None and (missing := names - self.packing.weights.keys()):
+            yield f"packing.weights: has no weight for {min(missing)}"
 
     def _conflicts_with_the_objective(self) -> Iterator[str]:
         objective, model = self.training.objective, self.model

@@ -7,6 +7,7 @@ partitions' files, or names the object store that has them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
@@ -27,15 +28,15 @@ from infini_model.data.engines import Engine, make_engine
 from infini_model.data.make_partition import id_dtype
 from infini_model.data.manifest import PARTITIONS, SPLITS, Manifest, TokenizerRecord
 from infini_model.data.partitions import (
+    CommonSpec,
     Partition,
-    PartitionDefaults,
     PartitionRecord,
     PartitionSpec,
     plan_partitions,
 )
-from infini_model.data.sources.files import Listing
-from infini_model.data.sources.formats import format_of
-from infini_model.data.sources.listing import reading_of
+from infini_model.data.sources.files import FileRange, Listing
+from infini_model.data.sources.formats import Reading, format_of
+from infini_model.data.sources.listing import naming, reading_of
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
@@ -56,61 +57,84 @@ log = logging.getLogger(__name__)
 def listing_file(listing: Listing, name: str) -> str:
     """The name of the file that keeps a listing, for datasets of this name."""
     contents = sorted(
-        f"{part.file.fingerprint} {part.file.address} {part.start} {part.stop}"
-        for part in listing.ranges
+        f"{source} {part.file.fingerprint} {part.file.address} {part.start} {part.stop}"
+        for source, ranges in listing.sources.items()
+        for part in ranges
     )
     return f"{name}-{storage.content_key(contents)[:16]}.json"
 
 
 @dataclass(frozen=True)
-class RequestedDataset:
-    """What a configuration asks for: its folder, its key, its tokenizer and its partitions.
+class RequestedSource:
+    """A source of a requested dataset: its files and, in the order of their keys, its partitions.
 
-    `partition_keys` are in order; equal files make equal partitions, each of which is once among
-    the `partitions`. `pin` is that of a tokenizer that was trained for an earlier dataset of this
-    name. `build` is what the dataset is made from, as it is noted before it is made.
+    Equal files make equal partitions, with the same key.
+    """
+
+    name: str
+    files: list[FileRange]
+    common: CommonSpec
+    partitions: list[tuple[str, Partition]]
+
+
+@dataclass(frozen=True)
+class RequestedDataset:
+    """What a configuration asks for: its folder, its key, its tokenizer and its sources.
+
+    `keys` are those of the partitions of each source, sorted. `pin` is that of a tokenizer that was
+    trained for an earlier dataset of this name. `build` is what the dataset is made from, as it is
+    noted before it is made.
     """
 
     folder: Path
     key: str
     tokenizer: Tokenizer
     pin: PinnedTokenizer | None
-    defaults: PartitionDefaults
-    partition_keys: list[str]
-    partitions: dict[str, Partition]
+    sources: list[RequestedSource]
+    keys: dict[str, list[str]]
     build: Build
 
     def specs(self, keys: Container[str]) -> list[PartitionSpec]:
         """The specs of the partitions of these keys, in order, each once."""
-        wanted = ((key, each) for key, each in self.partitions.items() if key in keys)
-        return [self.defaults.spec(key, each) for key, each in wanted]
+        wanted = {
+            key: (each.common, partition)
+            for each in self.sources
+            for key, partition in each.partitions
+            if key in keys
+        }
+        return [common.spec(key, partition) for key, (common, partition) in wanted.items()]
 
 
 def requested_dataset(
     listing: Listing, config: DataConfig, datasets_dir: Path, store: str | None = None
 ) -> RequestedDataset:
-    """The dataset that the files of a source become. Trains the tokenizer if it has to be.
+    """The dataset that the files of its sources become. Trains the tokenizer if it has to be.
 
     `datasets_dir` is the working folder of the address `store`, if there is one.
 
     No text is read, but for training a tokenizer. Raises `DataError` in one line for a bad
     tokenizer or a Parquet file that cannot be read.
     """
-    reading = reading_of(config)
     facts = fact_cache_here(datasets_dir)
     target_bytes = config.partition_megabytes * MEBIBYTE
-    partitions = plan_partitions(listing.ranges, reading, target_bytes, facts)
+    planned: dict[str, tuple[Reading, list[Partition]]] = {}
+    for name, source in config.named_sources.items():
+        reading = reading_of(source)
+        with naming(name):
+            partitions = plan_partitions(listing.sources[name], reading, target_bytes, facts)
+        planned[name] = reading, partitions
     facts.save()
     tokenizer, pin = dataset_tokenizer(
-        [partition.ranges for partition in partitions],
-        reading,
+        [(reading, each.ranges) for reading, parts in planned.values() for each in parts],
         config,
         TokenizerStore(datasets_dir, store),
     )
-    if reading.conversations is not None:
-        chat = tokenizer.chat(config.source.template)
-        tokenizer.state_chat(chat)
-        reading = replace(reading, conversations=replace(reading.conversations, template=chat))
+    for name, (reading, partitions) in planned.items():
+        if (chats := reading.conversations) is not None:
+            chat = tokenizer.chat(config.named_sources[name].template)
+            tokenizer.state_chat(chat)
+            reading = replace(reading, conversations=replace(chats, template=chat))
+            planned[name] = reading, partitions
     record = TokenizerRecord(
         spec=tokenizer.spec,
         vocab_size=tokenizer.vocab_size,
@@ -120,19 +144,21 @@ def requested_dataset(
         fingerprint=tokenizer.fingerprint,
         dtype=id_dtype(tokenizer.vocab_size).name,
     )
-    defaults = PartitionDefaults(reading, record, config.splits)
-    keyed = defaults.keyed(partitions)
-    partition_keys = [each for each, _ in keyed]
-    key = dataset_key(partition_keys)
+    sources = []
+    for name, (reading, partitions) in planned.items():
+        common = CommonSpec(reading, record, config.splits)
+        files, keyed = listing.sources[name], common.keyed(partitions)
+        sources.append(RequestedSource(name, files, common, keyed))
+    keys = {each.name: [key for key, _ in each.partitions] for each in sources}
+    key, needed = dataset_key(keys), [*itertools.chain.from_iterable(keys.values())]
     return RequestedDataset(
         folder=datasets_dir / f"{config.name}-{key[:16]}",
         key=key,
         tokenizer=tokenizer,
         pin=pin,
-        defaults=defaults,
-        partition_keys=partition_keys,
-        partitions=dict(keyed),
-        build=Build(listing=listing_file(listing, config.name), partitions=partition_keys),
+        sources=sources,
+        keys=keys,
+        build=Build(listing=listing_file(listing, config.name), partitions=needed),
     )
 
 
@@ -168,24 +194,27 @@ def build_dataset(
         if manifest is None:
             began = time.monotonic()
             engine = make_engine(config, wanted.tokenizer)
-            what, keys = f"dataset {datasets.place}/{name}", wanted.partition_keys
+            what = f"dataset {datasets.place}/{name}"
+            keys = wanted.build.partitions
             records = _partitions(wanted, keys, what, datasets, engine, progress)
-            if not sum(record.documents for record in records):
-                raise DataError(_no_documents(listing, wanted, records))
+            _check_documents(wanted, records)
             manifest = make_manifest(
                 config.name,
-                wanted.partition_keys,
-                wanted.defaults.tokenizer,
+                wanted.keys,
+                wanted.sources[0].common.tokenizer,
                 records,
                 time.monotonic() - began,
-                conversations=wanted.defaults.reading.conversations is not None,
+                conversations=[
+                    each.name for each in wanted.sources if each.common.reading.conversations
+                ],
             )
             datasets.write(manifest, wanted.tokenizer)
         datasets.point_latest(name)
-    _warn_of_separator(wanted, listing, manifest)
+    _warn_of_separator(wanted, manifest)
     if skipped := manifest.corpus.skipped:
         documents = "1 document is" if skipped == 1 else f"{skipped:,} documents are"
-        log.info("dataset %s: %s left out, as %s", name, documents, _skipped(wanted))
+        why = " or ".join(dict.fromkeys(_skipped(each) for each in wanted.sources))
+        log.info("dataset %s: %s left out, as %s", name, documents, why)
     for split in SPLITS:
         if not manifest.splits[split].documents and getattr(config.splits, split):
             log.warning(
@@ -198,14 +227,15 @@ def build_dataset(
     return manifest
 
 
-def _warn_of_separator(wanted: RequestedDataset, listing: Listing, manifest: Manifest) -> None:
+def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
     """Tell of one that occurs in no file; each is then one document, perhaps left out."""
-    separator, files = wanted.defaults.reading.separator, listing.ranges
+    separators = [each.common.reading.separator for each in wanted.sources]
+    files = [part for each in wanted.sources for part in each.files]
     is_text = all(format_of(part.file.address) == "text" for part in files)
-    if separator and is_text and manifest.documents + manifest.corpus.skipped == len(files):
+    if all(separators) and is_text and manifest.documents + manifest.corpus.skipped == len(files):
         many, first = f"{len(files):,} files", files[0].file.address
-        told = f"{separator!r} occurs in none of {many}; each is one document, such as {first}"
-        log.warning("data.source.separator: %s", told)
+        none = f"{separators[0]!r} occurs in none of {many}; each is one document, such as {first}"
+        log.warning("data.source.separator: %s", none)
 
 
 def make_share(
@@ -227,7 +257,7 @@ def make_share(
     number, count = config.share_of or (1, 1)
     wanted = requested_dataset(listing, config, datasets_dir, store)
     register_build(wanted.folder, wanted.build)
-    keys = list(wanted.partitions)
+    keys = list(dict.fromkeys(wanted.build.partitions))
     own, what = keys[number - 1 :: count], f"share {number}/{count}"
     datasets = datasets_at(datasets_dir, store)
     engine = make_engine(config, wanted.tokenizer)
@@ -285,19 +315,26 @@ def _partitions(
     return [records[key] for key in keys]
 
 
-def _no_documents(
-    listing: Listing, wanted: RequestedDataset, records: Sequence[PartitionRecord]
-) -> str:
-    """Why nothing is left: files that hold no documents, or only ones that are skipped."""
-    addresses = [part.file.address for part in listing.ranges]
-    first = addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
-    skipped = sum(record.skipped for record in records)
-    return f"{first}: no documents left: {skipped} of {skipped} are {_skipped(wanted)}"
+def _check_documents(wanted: RequestedDataset, records: Sequence[PartitionRecord]) -> None:
+    """Raise `DataError` if nothing is left of a source: it has no documents, or all are skipped.
+
+    `records` are those of its partitions, one source after the other.
+    """
+    following = iter(records)
+    for source in wanted.sources:
+        own = list(itertools.islice(following, len(source.partitions)))
+        if not sum(record.documents for record in own):
+            first, more = source.files[0].file.address, len(source.files) - 1
+            skipped = sum(record.skipped for record in own)
+            raise DataError(
+                f"{first}{f' and {more} more' if more else ''}: no documents left: {skipped} of "
+                f"{skipped} are {_skipped(source)}"
+            )
 
 
-def _skipped(wanted: RequestedDataset) -> str:
+def _skipped(source: RequestedSource) -> str:
     """Which documents are skipped."""
-    reading = wanted.defaults.reading
+    reading = source.common.reading
     why = "empty" if reading.conversations is None else "without an answer"
     if reading.min_characters:
         why += f" or under data.source.min_characters {reading.min_characters}"
@@ -343,7 +380,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     _check_tokenizer(config, wanted)
     register_build(wanted.folder, wanted.build)
     datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
-    keys, fault = wanted.partitions.keys(), None
+    keys, fault = set(wanted.build.partitions), None
     try:
         intact = datasets.find(name) is not None
     except StoreError:

@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,45 +198,57 @@ def no_latest(place: str) -> DataError:
 
 def make_manifest(
     name: str,
-    keys: Sequence[str],
+    keys: Mapping[str, Sequence[str]],
     tokenizer: TokenizerRecord,
     records: Sequence[PartitionRecord],
     seconds: float,
     *,
-    conversations: bool = False,
+    conversations: Sequence[str] = (),
 ) -> Manifest:
     """The manifest of a dataset of these partitions, in the order of the token stream.
 
-    `seconds` is how long it took to make those that were missing; `conversations` tells whether
-    documents are these.
+    `keys` are those of the partitions of each source, and `records` theirs in the same order.
+    `seconds` is how long it took to make those that were missing; `conversations` are the sources
+    of these.
     """
     return Manifest(
         format_version=FORMAT_VERSION,
         name=name,
         key=dataset_key(keys),
-        partitions=list(keys),
+        partitions=[key for each in keys.values() for key in each],
         corpus=CorpusRecord(
             documents=sum(record.documents for record in records),
             bytes=sum(record.bytes for record in records),
             skipped=sum(record.skipped for record in records),
         ),
-        conversations=conversations,
+        conversations=list(conversations),
         tokenizer=tokenizer,
-        splits={split: _split_record(split, records) for split in SPLITS},
+        splits={split: _split_record(split, keys, records) for split in SPLITS},
         versions=_versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(seconds, 3),
     )
 
 
-def dataset_key(keys: Sequence[str]) -> str:
-    """The key of a dataset, in hexadecimal: a hash of the sorted keys of its partitions."""
-    return storage.content_key(list(keys))
+def dataset_key(keys: Mapping[str, Sequence[str]]) -> str:
+    """The key of a dataset, in hexadecimal: a hash of the sorted keys of its sources' partitions.
+
+    Names of sources belong to it: by them a training weighs what it reads.
+    """
+    return storage.content_key(list(keys[""]) if "" in keys else {n: [*k] for n, k in keys.items()})
 
 
-def _split_record(split: Split, records: Sequence[PartitionRecord]) -> SplitRecord:
+def _split_record(
+    split: Split, keys: Mapping[str, Sequence[str]], records: Sequence[PartitionRecord]
+) -> SplitRecord:
     shards = [shard for record in records for shard in record.shards[split]]
+    following = iter(records)
+    sources = {
+        name: sum(len(record.shards[split]) for record in itertools.islice(following, len(each)))
+        for name, each in keys.items()
+    }
     return SplitRecord(
+        sources={} if "" in sources else sources,
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=[
@@ -260,13 +273,16 @@ def describe(folder: Path, manifest: Manifest) -> None:
     """
     dtype = np.dtype(manifest.tokenizer.dtype)
     for split, record in manifest.splits.items():
+        sizes = {name: part.stop - part.start for name, part in record.slices().items()}
+        # `datasets` fills the column that shards of texts lack with nulls, if there are others.
+        has_turns = any(sizes[name] or not record.shards for name in manifest.conversations)
         (folder / split).mkdir()
         files = [shard.file for shard in record.shards]
         if not files:
             # `datasets` cannot open a split without files.
             files = [EMPTY_SHARD]
             empty = Ragged(np.zeros(0, dtype), np.zeros(1, np.int64))
-            learnt = np.zeros(0, bool) if manifest.conversations else None
+            learnt = np.zeros(0, bool) if has_turns else None
             write_shard(folder / split / EMPTY_SHARD, empty, np.zeros(0, np.uint64), learnt)
         state: dict[str, object] = {
             "_data_files": [{"filename": file} for file in files],
@@ -280,7 +296,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
         info = {
             "citation": "",
             "description": "",
-            "features": features(dtype, conversations=manifest.conversations),
+            "features": features(dtype, conversations=has_turns),
             "homepage": "",
             "license": "",
         }

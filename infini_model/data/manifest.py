@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -56,11 +57,24 @@ def array_starts(start: int, documents: int, tokens: int, itemsize: int) -> tupl
 
 
 class SplitRecord(Record):
-    """A split: its size and its shards, in the order of the token stream; none if it is empty."""
+    """A split: its size and its shards, in the order of the token stream; none if it is empty.
+
+    `sources` are the numbers of shards of the named sources, one source after the other.
+    """
 
     documents: int
     tokens: int
     shards: list[Shard]
+    sources: dict[str, int] = Field(default={}, exclude_if=lambda sources: not sources)
+
+    def slices(self) -> dict[str, slice]:
+        """The shards of each source; of one without a name, all of them."""
+        counts = self.sources or {"": len(self.shards)}
+        ends = itertools.accumulate(counts.values())
+        return {
+            name: slice(end - count, end)
+            for (name, count), end in zip(counts.items(), ends, strict=True)
+        }
 
 
 class TokenizerRecord(Record):
@@ -100,8 +114,9 @@ class CorpusRecord(Record):
 class Manifest(Record):
     """What a dataset folder holds.
 
-    `key` is the content key of `partitions`, the sorted keys of its partitions. If documents are
-    `conversations`, shards have a column more, `learnt`: whether each token is learned.
+    `key` is the content key of `partitions`, the keys of its partitions, sorted within each source.
+    Shards of the sources in `conversations` have a column more, `learnt`: whether each token is
+    learned. A source without a name is "".
     """
 
     format_version: Literal[5]  # FORMAT_VERSION
@@ -109,7 +124,7 @@ class Manifest(Record):
     key: str
     partitions: list[str]
     corpus: CorpusRecord
-    conversations: bool = Field(default=False, exclude_if=lambda has_turns: not has_turns)
+    conversations: list[str] = Field(default=[], exclude_if=lambda sources: not sources)
     tokenizer: TokenizerRecord
     splits: dict[Split, SplitRecord]
     versions: dict[str, str]

@@ -77,8 +77,8 @@ class PartitionRecord(Record):
             yield from shards
 
 
-class PartitionDefaults(NamedTuple):
-    """What all partitions of a dataset have in common; the fields are those of `PartitionSpec`."""
+class CommonSpec(NamedTuple):
+    """What all partitions of a source have in common; the fields are those of `PartitionSpec`."""
 
     reading: Reading
     tokenizer: TokenizerRecord

@@ -50,6 +50,7 @@ class Score(BaseModel):
         tokens: Tokens predicted, without masked ones; of conversations, those that are learned.
         loss: Mean loss in nats per token, for each of these; None without any.
         loss_by_segment: Mean loss of each segment of the window.
+        by_source: The scores of the named sources.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,12 +59,25 @@ class Score(BaseModel):
     tokens: int = 0
     loss: float | None = None
     loss_by_segment: list[float | None] = []
+    by_source: dict[str, Score] = {}
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own pattern
     @property
     def perplexity(self) -> float | None:
         """exp(loss), capped at e^700 to avoid overflow."""
         return None if self.loss is None else math.exp(min(self.loss, 700.0))
+
+
+def _score(windows: float, totals: Tensor) -> Score:
+    """The score of windows with these loss sums and target counts by segment, [2, S]."""
+    (loss, count), by_segment = totals.sum(1).tolist(), totals.T.tolist()
+    return Score(
+        windows=round(windows),
+        # Shares of an answer add up to almost 1.
+        tokens=round(count),
+        loss=loss / count if round(count) else None,
+        loss_by_segment=[total / each if each else None for total, each in by_segment],
+    )
 
 
 class Pass(NamedTuple):
@@ -162,26 +176,20 @@ class EvalContext:
         key, settings = Pass(split, without), self.config.evaluation
         if key in self._scores:
             return self._scores[key]
-        totals, windows = torch.zeros(2, 1), 0
+        windows, totals, scored = self._windows[split], torch.zeros(1, 2, 1), torch.zeros(1)
         for batch in validation_batches(
-            self._windows[split], settings.batch_size, max_windows=settings.max_windows
+            windows, settings.batch_size, max_windows=settings.max_windows
         ):
-            totals = totals + self._scorer.score(batch, without).cpu()
-            windows += len(batch.tokens)
-            self.on_windows(len(batch.tokens))
-        sums, counts = totals
-        # Shares of an answer add up to almost 1.
-        tokens = round(float(counts.sum()))
-        loss = float(sums.sum() / counts.sum()) if tokens else None
-        if loss is not None and not math.isfinite(loss):
-            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {loss}")
-        by_segment = zip(sums.tolist(), counts.tolist(), strict=True)
-        self._scores[key] = Score(
-            windows=windows,
-            tokens=tokens,
-            loss=loss,
-            loss_by_segment=[total / count if count else None for total, count in by_segment],
-        )
+            losses = self._scorer.score(batch, without).cpu()
+            totals = totals + windows.sum_by_source(losses, batch)
+            scored = scored + windows.sum_by_source(torch.ones(len(losses)), batch)
+            self.on_windows(len(losses))
+        parts = map(_score, scored.tolist(), totals)
+        by_source = {n: part for n, part in zip(windows.sources, parts, strict=True) if n}
+        whole = _score(float(scored.sum()), totals.sum(0))
+        if whole.loss is not None and not math.isfinite(whole.loss):
+            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {whole.loss}")
+        self._scores[key] = whole.model_copy(update={"by_source": by_source})
         return self._scores[key]
 
     def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:
@@ -196,7 +204,7 @@ class EvalContext:
             for first in range(0, draws, size):
                 keys = number * draws + np.arange(first, min(first + size, draws))
                 batch = windows.gather(np.full(len(keys), number), keys)
-                total += self._scorer.score(batch).sum(1).cpu()
+                total += self._scorer.score(batch).sum((0, 2)).cpu()
             rows.append(total)
         return torch.stack(rows)
 

@@ -227,12 +227,14 @@ def begin_conversation(config: Config, checkpoint: Path) -> Conversation:
     model_dir, model, tokenizer = load_checkpoint(config, checkpoint)
     run_dir = run_of(model_dir)
     asked = config if run_dir is None else read_run_config(run_dir)
-    source, is_new = asked.data.source, run_dir is not None and asked.model.initial_weights is None
-    if not source.pairs and (is_new or tokenizer.chat_template is None):
+    is_new = run_dir is not None and asked.model.initial_weights is None
+    chats = [source for source in asked.data.named_sources.values() if source.pairs]
+    if not chats and (is_new or tokenizer.chat_template is None):
         log.warning(
             "%s: was not trained on conversations, as far as its files say; "
             "infini generate continues a text",
             model_dir,
         )
-    template = tokenizer.chat(source.template)
+    sources = chats or asked.data.named_sources.values()
+    template = tokenizer.chat(next(iter(sources)).template)
     return Conversation(model, tokenizer, template, config.evaluation.sample, config.run.seed)

@@ -163,7 +163,7 @@ def _text(
     ]
     if rows:
         sections.append(table(("Metric", "Value (interval of 95%)"), rows))
-    sections += ["## Model and training", _model_section(context)]
+    sections += ["## Model and training", _model_section(context, lines)]
     for title, result in titled:
         pictures = [picture(each.caption, each.path, run_dir) for each in result.pictures]
         sections += [f"## {title}", result.section, *pictures]
@@ -201,7 +201,7 @@ def _tokens_read(context: EvalContext) -> str:
     return f"{tokens:,} tokens{'' if packing.mode == 'packed' else ' (including padding)'}"
 
 
-def _model_section(context: EvalContext) -> str:
+def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
     """A table of the model, its dataset and the length of its training."""
     model, config, manifest = context.model, context.config, context.manifest
     position, shape = context.position, context.model.config
@@ -241,9 +241,18 @@ def _model_section(context: EvalContext) -> str:
         ("Dataset", dataset),
         ("Steps", f"{position.step:,} of {context.last_step:,}"),
         ("Trained on", _tokens_read(context)),
+        *_epochs_of_sources(lines),
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")
+
+
+def _epochs_of_sources(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """A row for the newest epochs of named sources, if there are any."""
+    newest = {name: value for line in lines for name, value in line.items()}
+    found = [(name.split("/"), value) for name, value in newest.items() if name.endswith("/epochs")]
+    epochs = [f"{source} {value:.2f}" for (_, source, _), value in found]
+    return [("Epochs by source", ", ".join(epochs))] if epochs else []
 
 
 def _window(shape: ModelConfig) -> str:

@@ -18,14 +18,14 @@ class Scorer:
         self._module, self._precision, self._device = module, precision, device
 
     def score(self, batch: Batch, without: Part | None = None) -> Tensor:
-        """Loss sums and target counts by segment: [2, S] float64 on the device.
+        """Loss sums and target counts by window and segment: [B, 2, S] float64 on the device.
 
         `without` is a part of the attention that is knocked out.
         """
-        both = torch.stack(self.losses(batch, without))
-        windows, length = both.shape[1:]
+        both = torch.stack(self.losses(batch, without), 1)
+        windows, _, length = both.shape
         segment_length = min(self._module.model.config.segment_length, length)
-        return both.reshape(2, windows, -1, segment_length).sum(dim=(1, 3))
+        return both.reshape(windows, 2, -1, segment_length).sum(3)
 
     def losses(self, batch: Batch, without: Part | None = None) -> tuple[Tensor, Tensor]:
         """The loss and the count of each target, both [B, T] float64 on the device, 0 elsewhere."""

@@ -71,6 +71,7 @@ class Evaluation:
         step: Steps taken before it.
         split: Name of the split.
         loss: Mean loss over the targets, in nats.
+        by_source: The same of each named source that has some.
         sums: Of the losses, by segment of the window, float64 [S].
         targets: Their number, by segment, float64 [S].
     """
@@ -78,6 +79,7 @@ class Evaluation:
     step: int
     split: str
     loss: float
+    by_source: Mapping[str, float]
     sums: Tensor
     targets: Tensor
 

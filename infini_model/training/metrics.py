@@ -109,11 +109,12 @@ class Recorder(Callback):
         self._file.append(step.number, metrics)
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        """The loss of the split; of windows with several segments, also by segment."""
-        by_segment = loss_by_segment(evaluation.sums, evaluation.targets)
+        """The loss of the split, by source, and by segment of windows with several."""
+        split, by_segment = evaluation.split, loss_by_segment(evaluation.sums, evaluation.targets)
         return {
-            f"{evaluation.split}/loss": evaluation.loss,
-            **{f"{evaluation.split}/loss_by_segment/{k}": v for k, v in by_segment.items()},
+            f"{split}/loss": evaluation.loss,
+            **{f"{split}/{name}/loss": loss for name, loss in evaluation.by_source.items()},
+            **{f"{split}/loss_by_segment/{k}": v for k, v in by_segment.items()},
         }
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
@@ -289,9 +290,10 @@ class Console(Callback):
         """Log the loss of a split."""
         if self._setup.world.is_main:
             total = self._setup.config.training.total_steps
+            by_source = "".join(f" | {n}: {loss:.4f}" for n, loss in evaluation.by_source.items())
             log.info(
-                "Step [%d/%d] | %s/loss: %.4f",
-                *(evaluation.step, total, evaluation.split, evaluation.loss),
+                "Step [%d/%d] | %s/loss: %.4f%s",
+                *(evaluation.step, total, evaluation.split, evaluation.loss, by_source),
             )
 
 
@@ -348,6 +350,7 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     """What is trained, where, from which weights, and how long."""
     config, world, plan, start = setup.config, setup.world, setup.plan, setup.start
     total, windows = config.training.total_steps, len(setup.windows["train"])
+    sources = setup.windows["train"].sources
     positions = plan.global_batch * config.packing.context_length
     growth = []
     if (schedule := config.packing.context_schedule) is not None:
@@ -386,4 +389,9 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         origin,
         f"Steps: {start.step} of {total} done",
         f"Epochs: {total * plan.global_batch / windows:.2f} of {windows:,} windows",
+        *(
+            f"Epochs of {name}: {epochs:.2f} of {len(sources[name]):,} windows"
+            for name, epochs in setup.loader.epochs(total * plan.global_batch).items()
+            if name
+        ),
     ]

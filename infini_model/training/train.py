@@ -55,6 +55,7 @@ from infini_model.training.nan_report import REMEDIES, NonFiniteReports, non_fin
 from infini_model.training.optimizer import set_learning_rate
 from infini_model.training.parallel import TrainModule, full_tensor
 from infini_model.training.setup import TrainingSetup, build_setup, only_writer
+from infini_model.training.source_epochs import SourceEpochs
 from infini_model.training.tracking import Exporters
 from infini_model.training.validation import MemoryReports, validate_split
 
@@ -291,11 +292,15 @@ class Trainer:
             is_stopped=self._check_stop_between_batches,
         )
         if totals is not None:
-            sums, targets = totals
+            sums, targets = totals.sum(0)
             loss = float(sums.sum() / targets.sum().clamp(min=1))
             if not math.isfinite(loss):
                 raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
-            self._callbacks.finish_evaluation(Evaluation(self.step, split, loss, sums, targets))
+            scored = zip(self.setup.windows[split].sources, totals.sum(2).tolist(), strict=True)
+            by_source = {n: total / count for n, (total, count) in scored if n and count}
+            self._callbacks.finish_evaluation(
+                Evaluation(self.step, split, loss, by_source, sums, targets)
+            )
         self.setup.model.train()
 
     def _check_stop_between_batches(self) -> bool:
@@ -349,7 +354,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
             SystemMetrics(),
             SpikeWarning(setup.plan.global_batch),
         ]
-    callbacks += [MemoryReports(setup), Utilization(setup), Console(setup)]
+    callbacks += [MemoryReports(setup), SourceEpochs(setup), Utilization(setup), Console(setup)]
     if setup.config.logging.debug:
         callbacks.append(NonFiniteReports(setup, trainer.expect_long_work))
     return callbacks

@@ -53,11 +53,11 @@ def validate_split(
             None.
 
     Returns:
-        By segment of the window, [2, S] float64 on the CPU.
+        By source and segment of the window, [sources, 2, S] float64 on the CPU.
     """
     totals: Tensor | None = None
     for batch in validation_batches(windows, batch_size, world.rank, world.size, max_windows):
-        scored = model.score(batch)
+        scored = windows.sum_by_source(model.score(batch), batch)
         totals = scored if totals is None else totals + scored
         if is_stopped():
             return None

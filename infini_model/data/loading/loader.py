@@ -1,7 +1,8 @@
 """The data loader: batches of windows, in an order determined by a seed and a count.
 
 The order is endless: position p is window π(p mod n) of epoch p // n, where π is a permutation
-keyed by (seed, epoch). A global batch is the next batch_size × accumulation × processes positions,
+keyed by (seed, epoch). Of several sources, p and n count the windows of the one that a mixture
+gives the position to. A global batch is the next batch_size × accumulation × processes positions,
 and each process takes its share. So the loader's state is two integers, resuming is O(1), and any
 number of processes sees the same global batches.
 
@@ -14,29 +15,30 @@ phase it is and how many of its windows have been read.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 import torch
 
 from infini_model.config import PackingConfig
+from infini_model.data.loading.mixture import Mixture, mix
 from infini_model.data.loading.packing import pack
-from infini_model.data.loading.windows import Batch, Windows, permute
+from infini_model.data.loading.windows import Batch, Windows
 from infini_model.runtime.errors import DataError
 
 # A permutation is hundreds of small operations, which are mostly overhead for so few positions.
 POSITIONS_AT_ONCE = 1024
 # Small batches are gathered together to amortize the cost of handing them over between threads.
 TOKENS_AT_ONCE = 1 << 17
-# A training has fewer epochs.
-EPOCHS_OF_A_PHASE = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,19 @@ class Phase:
         first: Where it begins, in windows of `packing.context_length` read before.
         parts: How many of its windows have the tokens of one of these.
         first_key: The key of its first window, `Batch.keys`; those before it have smaller ones.
+        weights: Those of the sources; None is by size.
     """
 
     windows: Windows
     first: int = 0
     parts: int = 1
     first_key: int = 0
+    weights: Mapping[str, float] | None = None
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        """The mixture of the sources. Raises `ConfigError` and `DataError` as `mix` does."""
+        return mix(self.windows, self.weights)
 
 
 def make_phases(
@@ -69,7 +78,8 @@ def make_phases(
     `windows` are those of `config`; the phases before the last cut the same tokens shorter.
     """
     phases: list[Phase] = []
-    for fraction, segments in (config.context_schedule or {}).items():
+    schedule = config.context_schedule or {}
+    for number, (fraction, segments) in enumerate(schedule.items()):
         length = segments * segment_length
         first, key = math.ceil(fraction * total_steps) * global_batch, 0
         if phases:
@@ -77,8 +87,9 @@ def make_phases(
             key = before.first_key + (first - before.first) * before.parts
         shorter = config.updated(context_length=length)
         cut = replace(windows, packing=pack(windows.stream, shorter, segment_length))
-        phases.append(Phase(cut, first, config.context_length // length, key))
-    return phases or [Phase(windows)]
+        parts, weights = config.context_length // length, config.weights_in(number)
+        phases.append(Phase(cut, first, parts, key, weights))
+    return phases or [Phase(windows, weights=config.weights_in(0))]
 
 
 class Loader:
@@ -178,9 +189,17 @@ class Loader:
         """`numbers` of this global batch and the following ones of its phase, [steps, …]."""
         positions = self._positions(samples_seen, max(1, POSITIONS_AT_ONCE // self._share.size))
         index = self._phase_at(samples_seen)
-        count, flat = len(self.phases[index].windows), positions.reshape(-1)
-        epochs = index * EPOCHS_OF_A_PHASE + flat // count
-        return permute(flat % count, count, self._seed, epochs).reshape(positions.shape)
+        mixture = self.phases[index].mixture
+        return mixture.windows_at(positions.reshape(-1), self._seed, index).reshape(positions.shape)
+
+    def epochs(self, samples_seen: int) -> dict[str, float]:
+        """How often each source has been read after `samples_seen` windows, by its name."""
+        epochs = dict.fromkeys(self.windows.sources, 0.0)
+        for phase, after in itertools.zip_longest(self.phases, self.phases[1:]):
+            end = samples_seen if after is None else min(samples_seen, after.first)
+            read = phase.mixture.epochs_in(max(0, end - phase.first) * phase.parts)
+            epochs = {name: epochs[name] + each for name, each in zip(epochs, read, strict=True)}
+        return epochs
 
     def _phase_at(self, samples_seen: int) -> int:
         """The number of the phase of the global batch after `samples_seen` windows."""

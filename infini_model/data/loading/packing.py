@@ -13,7 +13,8 @@ kernels from all segments for the sake of a few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -45,9 +46,11 @@ class Packing(Protocol):
     """The windows of one stream in one mode.
 
     There are `windows` of them, each with `rows_per_window` rows of `row_length` positions.
+    `window_starts` are the windows before those of each source, and all: [sources + 1].
     """
 
     windows: int
+    window_starts: list[int]
     row_length: int
     rows_per_window: int
 
@@ -63,6 +66,7 @@ class StreamPacking:
     def __init__(self, tokens: int, context_length: int) -> None:
         self.row_length = context_length
         self.windows = max(0, tokens - 1) // context_length
+        self.window_starts = [0, self.windows]
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row w starts at token w × C and is full."""
@@ -109,6 +113,7 @@ class DocumentPacking:
         self._block_starts = np.concatenate([[0], np.cumsum(blocks)])
         self._row_starts = self._count_rows()
         self.windows = int(self._row_starts[-1]) // rows_per_window
+        self.window_starts = [0, self.windows]
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row k of a document starts k × row_length tokens after the document's start."""
@@ -203,12 +208,42 @@ def _blocks_of(parts: list[np.ndarray], block: int) -> np.ndarray:
     return filled.reshape(-1, block)
 
 
+class JoinedPacking:
+    """The windows of several sources, one source after the other; none is of two."""
+
+    def __init__(self, parts: Sequence[Packing], tokens: Sequence[int]) -> None:
+        """`parts` are those of the sources, `tokens` the numbers of their tokens."""
+        self.row_length, self.rows_per_window = parts[0].row_length, parts[0].rows_per_window
+        self.window_starts = [0, *itertools.accumulate(part.windows for part in parts)]
+        self.windows = self.window_starts[-1]
+        self._parts, self._token_starts = parts, [0, *itertools.accumulate(tokens)]
+
+    def locate(self, windows: np.ndarray) -> Rows:
+        """Those of each source's own packing, among the tokens of all."""
+        shape = (len(windows), self.rows_per_window)
+        rows = Rows(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, bool))
+        sources = np.searchsorted(self.window_starts[1:], windows, side="right")
+        for source in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == source)
+            own = self._parts[source].locate(windows[here] - self.window_starts[source])
+            own = own._replace(starts=own.starts + self._token_starts[source])
+            for array, part in zip(rows, own, strict=True):
+                array[here] = part.reshape(len(here), -1)
+        return Rows._make(array.reshape(-1) for array in rows)
+
+
 def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> Packing:
-    """The windows of a stream of documents in the mode set in `config`.
+    """The windows of a stream of documents in the mode set in `config`, source by source.
 
     In `aligned` mode the segments of all documents are concatenated, and a partial last window is
     dropped.
     """
+    sections = list(documents.sections().values())
+    parts = [_pack(section, config, segment_length) for section in sections]
+    return JoinedPacking(parts, [each.tokens for each in sections]) if parts[1:] else parts[0]
+
+
+def _pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> Packing:
     length = config.context_length
     if config.mode == "packed":
         return StreamPacking(int(documents.token_starts[-1]), length)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,11 +38,15 @@ DOCUMENTS_AT_ONCE = 1 << 16
 MOST_HASHES = 1 << 24
 
 
+# A stream of one source without a name.
+NAMELESS: Mapping[str, slice] = {"": slice(None)}
+
+
 class ShardArrays(NamedTuple):
     """A shard: `values`, its tokens, and `offsets` int32 [documents + 1], where documents start.
 
     `learnt` uint8 [tokens / 8] has a bit for each token of conversations, the lowest first; it is
-    empty if documents are none.
+    empty if documents are none, of which all tokens are learned.
     """
 
     values: np.ndarray
@@ -55,6 +60,8 @@ class ShardArrays(NamedTuple):
 
     def learnt_at(self, places: np.ndarray) -> np.ndarray:
         """Whether the tokens at these places are learned: bool."""
+        if not len(self.learnt):
+            return np.ones(places.shape, bool)
         bits: np.ndarray = self.learnt[places >> 3] >> (places & 7) & 1
         return bits.astype(bool)
 
@@ -62,7 +69,8 @@ class ShardArrays(NamedTuple):
 class _Listed(NamedTuple):
     """What a manifest says of the shards in `folder`; of the records only what is needed is kept.
 
-    There may be a million of them. `start` int64 [shards] is where the arrays of each begin.
+    There may be a million of them. `start` int64 [shards] is where the arrays of each begin;
+    `conversations` bool [shards], whether those tell what is learned.
     """
 
     folder: str
@@ -71,7 +79,7 @@ class _Listed(NamedTuple):
     documents: np.ndarray
     tokens: np.ndarray
     start: np.ndarray
-    conversations: bool
+    conversations: np.ndarray
 
     def path(self, shard: int) -> str:
         # No `Path`: making one takes longer than opening the file.
@@ -96,7 +104,7 @@ def map_shard(listed: _Listed, shard: int) -> ShardArrays:
             np.frombuffer(mapped, dtype, tokens, values),
             np.frombuffer(mapped, np.int32, documents + 1, offsets),
             np.frombuffer(mapped, np.uint8, -(-tokens // 8), learnt)
-            if listed.conversations
+            if listed.conversations[shard]
             else np.zeros(0, np.uint8),
         )
     except (OSError, ValueError) as error:
@@ -136,7 +144,9 @@ class TokenStream:
     Attributes:
         dtype: The type of the tokens.
         eos_token_id: The token that ends each document.
-        conversations: Whether documents are conversations, of which not every token is learned.
+        conversations: Whether some documents are conversations, of which not every token is
+            learned.
+        sources: The shards of each source, by its name; all of them if the source has none.
         token_starts: int64 [shards + 1], tokens before each shard, and in all.
         document_starts: int64 [shards + 1], documents before each shard, and in all.
 
@@ -152,12 +162,16 @@ class TokenStream:
         dtype: np.dtype,
         eos_token_id: int,
         *,
-        conversations: bool = False,
+        sources: Mapping[str, slice] = NAMELESS,
+        conversations: Collection[str] = (),
         max_mapped: int = MAX_MAPPED,
     ) -> None:
         self.dtype = dtype
         self.eos_token_id = eos_token_id
-        self.conversations = conversations
+        self.conversations = bool(conversations)
+        of_turns = np.zeros(len(shards), bool)
+        for name in conversations:
+            of_turns[sources[name]] = True
         listed = _Listed(
             str(folder),
             list(files),
@@ -165,7 +179,7 @@ class TokenStream:
             np.array([shard.documents for shard in shards], np.int64),
             np.array([shard.tokens for shard in shards], np.int64),
             np.array([shard.start for shard in shards], np.int64),
-            conversations,
+            of_turns,
         )
         for number, shard in enumerate(shards):
             _check_size(listed.path(number), shard.bytes)
@@ -174,7 +188,29 @@ class TokenStream:
         self.document_starts = _starts(listed.documents)
         # Not a method, as a cycle through the cache would keep all files mapped until the garbage
         # collector finds it.
-        self.shard = lru_cache(max_mapped)(partial(map_shard, listed))
+        self.shard: Callable[[int], ShardArrays] = lru_cache(max_mapped)(partial(map_shard, listed))
+        self.sources = sources
+
+    def sections(self) -> dict[str, TokenStream]:
+        """The stream of each source, by its name; this one if the source has none."""
+        return {name: self._section(shards) for name, shards in self.sources.items()}
+
+    def _section(self, shards: slice) -> TokenStream:
+        """Consecutive shards as a stream; they are mapped once for both."""
+        first, last, _ = shards.indices(len(self._listed.files))
+        if last - first == len(self._listed.files):
+            return self
+        section, listed, shard = copy(self), self._listed, self.shard
+        arrays = {
+            name: getattr(listed, name)[shards]
+            for name in ("files", "documents", "tokens", "start", "conversations")
+        }
+        section._listed = listed._replace(**arrays)
+        section.token_starts = _starts(section._listed.tokens)
+        section.document_starts = _starts(section._listed.documents)
+        section.shard = lambda number: shard(first + number)
+        section.sources = NAMELESS
+        return section
 
     @property
     def tokens(self) -> int:
@@ -377,7 +413,8 @@ def open_split(dataset_dir: Path, split: str) -> TokenStream:
     name = next((known for known in SPLITS if known == split), None)
     if name is None:
         raise DataError(f"split {split!r} is unknown; there are: {', '.join(SPLITS)}")
-    shards = manifest.splits[name].shards
+    record = manifest.splits[name]
+    shards = record.shards
     if has_own_shards(dataset_dir, manifest):
         folder, files = dataset_dir / split, [shard.file for shard in shards]
     else:
@@ -388,5 +425,6 @@ def open_split(dataset_dir: Path, split: str) -> TokenStream:
         shards,
         np.dtype(manifest.tokenizer.dtype),
         manifest.tokenizer.eos_token_id,
+        sources=record.slices(),
         conversations=manifest.conversations,
     )

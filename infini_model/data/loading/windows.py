@@ -77,6 +77,19 @@ class Windows:
     def __len__(self) -> int:
         return self.packing.windows
 
+    @property
+    def sources(self) -> dict[str, range]:
+        """The windows of each source; of one without a name, all under ""."""
+        parts = map(range, self.packing.window_starts, self.packing.window_starts[1:])
+        return dict(zip(self.stream.sources, parts, strict=True))
+
+    def sum_by_source(self, scored: Tensor, batch: Batch) -> Tensor:
+        """Sum what is scored of each window of a validation batch, [B, …]: [sources, …]."""
+        totals = scored.new_zeros(len(self.packing.window_starts) - 1, *scored.shape[1:])
+        ends = torch.tensor(self.packing.window_starts[1:])
+        sources = torch.searchsorted(ends, batch.keys.cpu(), right=True)
+        return totals.index_add(0, sources.to(scored.device), scored)
+
     def gather(self, numbers: np.ndarray, keys: np.ndarray | None = None) -> Batch:
         """Read the windows with these numbers, in order.
 

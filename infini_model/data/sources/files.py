@@ -76,9 +76,14 @@ class FileRange(Record):
 
 
 class Listing(Record):
-    """The files of a source, each whole."""
+    """The files of all sources, each whole, by the names of these; see `named_sources`."""
 
-    ranges: list[FileRange]
+    sources: dict[str, list[FileRange]]
+
+    @property
+    def ranges(self) -> list[FileRange]:
+        """The files of all sources."""
+        return [part for ranges in self.sources.values() for part in ranges]
 
 
 def local_version(stat: os.stat_result) -> str:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from infini_model.config import DataConfig, FilesSource, HubSource
+from infini_model.config.data import Source
 from infini_model.config.locations import is_store
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.conversations import Conversations
@@ -21,7 +22,7 @@ from infini_model.data.sources.files import FileRange, Listing, SourceFile, fing
 from infini_model.data.sources.formats import Reading, check_format
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.fact_cache import FactCache, fact_cache_here
 from infini_model.runtime.object_store import ObjectStore, StoredObject, matching
 from infini_model.runtime.stage_protocol import OnProgress
 
@@ -39,7 +40,7 @@ def download(
     datasets_dir: Path | None = None,
     progress: OnProgress | None = None,
 ) -> Listing:
-    """List the files of the source with their fingerprints; download those that need it.
+    """List the files of the sources with their fingerprints; download those that need it.
 
     Files at http addresses, and hub datasets that are streamed, are downloaded to
     `<output_dir>/raw/`, once, resuming earlier attempts. All others, also those in object stores,
@@ -50,21 +51,40 @@ def download(
     retry may help; `UserError` on a full disk.
     """
     facts = fact_cache_here(datasets_dir or output_dir / "datasets")
-    raw_dir = output_dir / "raw"
-    if isinstance(config.source, HubSource):
+    listed: dict[str, list[FileRange]] = {}
+    for name, source in config.named_sources.items():
+        with naming(name):
+            found = _list_source(source, output_dir / "raw", facts, progress)
+        listed[name] = [FileRange(file=file) for file in found]
+    facts.save()
+    return Listing(sources=listed)
+
+
+@contextlib.contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Name the settings of a source by its own name in the errors of the block."""
+    try:
+        yield
+    except DataError as error:
+        if not source:
+            raise
+        raise type(error)(str(error).replace("data.source.", f"data.sources.{source}.")) from error
+
+
+def _list_source(
+    source: Source, raw_dir: Path, facts: FactCache, progress: OnProgress | None
+) -> list[SourceFile]:
+    if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
-        found = list_dataset(config.source, raw_dir, facts, progress)
-    else:
-        paths = list_files(config.source, raw_dir, progress)
-        stored = {
-            file.address: file
-            for pattern in filter(is_store, config.source.paths)
-            for file in list_objects(pattern)
-        }
-        found = [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
-    facts.save()
-    return Listing(ranges=[FileRange(file=file) for file in found])
+        return list_dataset(source, raw_dir, facts, progress)
+    paths = list_files(source, raw_dir, progress)
+    stored = {
+        file.address: file
+        for pattern in filter(is_store, source.paths)
+        for file in list_objects(pattern)
+    }
+    return [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
 
 
 def using_raw_files(output_dir: Path) -> AbstractContextManager[bool]:
@@ -77,9 +97,8 @@ def raw_files_lock(output_dir: Path) -> Path:
     return output_dir / "raw" / ".lock"
 
 
-def reading_of(config: DataConfig) -> Reading:
+def reading_of(source: Source) -> Reading:
     """The settings of a source that decide its documents, before its tokenizer is known."""
-    source = config.source
     reading = Reading(source.column, min_characters=source.min_characters)
     if source.pairs:
         template = ChatTemplate(source.template or PLAIN_TEMPLATE)

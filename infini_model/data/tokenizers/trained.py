@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -38,6 +39,8 @@ FOLDER = ".tokenizers"
 SAMPLE_BYTES = 128 << 20
 # A large source is sampled at this many places.
 SAMPLE_PLACES = 64
+# The files of a partition, and how they are read.
+Place: TypeAlias = tuple[Reading, Sequence[FileRange]]
 
 
 class PinnedTokenizer(Record):
@@ -151,10 +154,7 @@ def folder_name(fingerprint: str) -> str:
 
 
 def dataset_tokenizer(
-    partitions: Sequence[Sequence[FileRange]],
-    reading: Reading,
-    config: DataConfig,
-    kept: TokenizerStore,
+    partitions: Sequence[Place], config: DataConfig, kept: TokenizerStore
 ) -> tuple[Tokenizer, PinnedTokenizer | None]:
     """The tokenizer that `config` asks for, and its pin if it was trained for an earlier dataset.
 
@@ -176,29 +176,30 @@ def dataset_tokenizer(
     with kept.lock(name):
         pin, version = kept.read_pin(name)
         # The stages after the plan ask again, when there is nothing new to train on.
-        if pin is not None and (not asked.retrain or pin.content == _key(partitions, reading)):
+        if pin is not None and (not asked.retrain or pin.content == _key(partitions)):
             pinned = _load_pinned(pin, kept)
             if pinned is not None:
                 return pinned, None if asked.retrain else pin
-        trained = _train(partitions, reading, asked.vocab_size)
+        trained = _train(partitions, asked.vocab_size)
         kept.keep(trained)
         new = PinnedTokenizer(
             fingerprint=trained.fingerprint,
             trained=datetime.now(UTC).date().isoformat(),
-            content=_key(partitions, reading),
+            content=_key(partitions),
         )
         counts = kept.pin(name, new, version)
     is_first = counts.fingerprint == trained.fingerprint
     return trained if is_first else kept.load(counts.fingerprint, "train"), None
 
 
-def _key(partitions: Sequence[Sequence[FileRange]], reading: Reading) -> str:
+def _key(partitions: Sequence[Place]) -> str:
     """A hash of the text that a tokenizer is trained on."""
-    return storage.content_key([sorted(map(_content, partitions)), reading.decides])
+    read = ([reading.decides, _content((reading, ranges))] for reading, ranges in partitions)
+    return storage.content_key(sorted(map(storage.content_key, read)))
 
 
-def _content(place: Sequence[FileRange]) -> str:
-    return storage.content_key(sorted(map(content_of, place)))
+def _content(place: Place) -> str:
+    return storage.content_key(sorted(map(content_of, place[1])))
 
 
 def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None:
@@ -213,16 +214,14 @@ def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None
         return None
 
 
-def _train(
-    partitions: Sequence[Sequence[FileRange]], reading: Reading, vocab_size: int
-) -> Tokenizer:
+def _train(partitions: Sequence[Place], vocab_size: int) -> Tokenizer:
     log.info("tokenizer: training one of %d tokens on the source", vocab_size)
     # Neither the names nor the order of the files decide what is learnt.
     places = sorted(partitions, key=_content)
-    sample = (texts for texts in _sample(places, reading) if len(texts))
+    sample = (texts for texts in _sample(places) if len(texts))
     first = next(sample, None)
     if first is None:
-        address = partitions[0][0].file.address if partitions else "data.source"
+        address = partitions[0][1][0].file.address if partitions else "data.source"
         raise DataError(f"{address}: no documents left to train a tokenizer on")
     trained = train_tokenizer(itertools.chain([first], sample), vocab_size)
     if trained.vocab_size < vocab_size:
@@ -234,16 +233,16 @@ def _train(
     return trained
 
 
-def _sample(places: Sequence[Sequence[FileRange]], reading: Reading) -> Iterator[pa.StringArray]:
+def _sample(places: Sequence[Place]) -> Iterator[pa.StringArray]:
     """The documents, or about `SAMPLE_BYTES` of them: the first of `SAMPLE_PLACES` partitions.
 
     Of a document that is longer than the share of its partition, only the beginning.
     """
     chosen = places[:: max(1, len(places) // SAMPLE_PLACES)]
     share = SAMPLE_BYTES // len(chosen)
-    for place in chosen:
+    for reading, ranges in chosen:
         left = share
-        for batch in read_documents(place, reading, whole=False):
+        for batch in read_documents(ranges, reading, whole=False):
             yield pc.utf8_slice_codeunits(batch.texts, 0, share)
             left -= batch.texts.nbytes
             if left <= 0:

@@ -29,13 +29,18 @@ class Loss(EvaluationTask):
                     "`packing.context_length` help."
                 )
                 continue
-            metrics[f"evaluation/{split}_loss"] = score.loss
-            metrics[f"evaluation/{split}_perplexity"] = score.perplexity
-            numbers = (f"{score.loss:.4f}", f"{score.perplexity:,.3f}")
-            rows.append((split, *numbers, f"{score.tokens:,}", f"{score.windows:,}"))
+            for name, part in {"": score, **score.by_source}.items():
+                if part.loss is None or part.perplexity is None:
+                    continue
+                place = f"evaluation/{name}/{split}" if name else f"evaluation/{split}"
+                metrics[f"{place}_loss"] = part.loss
+                metrics[f"{place}_perplexity"] = part.perplexity
+                numbers = (f"{part.loss:.4f}", f"{part.perplexity:,.3f}")
+                title = f"{split}: {name}" if name else split
+                rows.append((title, *numbers, f"{part.tokens:,}", f"{part.windows:,}"))
             summary.append(
-                f"On the {split} split the loss is **{numbers[0]} nats per token**, a perplexity "
-                f"of {numbers[1]}."
+                f"On the {split} split the loss is **{score.loss:.4f} nats per token**, a "
+                f"perplexity of {score.perplexity:,.3f}."
             )
         if context.config.training.objective != "causal":
             notes.append(

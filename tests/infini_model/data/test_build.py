@@ -25,7 +25,7 @@ from infini_model.data.datasets import dataset_key
 from infini_model.data.loading import stream
 from infini_model.data.loading.stream import count_duplicates, open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
-from infini_model.data.partitions import Partition, PartitionDefaults
+from infini_model.data.partitions import Partition, CommonSpec
 from infini_model.data.sources import text
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations
@@ -154,7 +154,7 @@ EVERY = {"reading": Reading(), "tokenizer": RECORD, "splits": SplitsConfig()}
 
 
 def spec_of(*ranges, **changes):
-    common = PartitionDefaults(**EVERY | changes)
+    common = CommonSpec(**EVERY | changes)
     (keyed,) = common.keyed([Partition(ranges, 9)])
     return common.spec(*keyed)
 
@@ -187,7 +187,7 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     assert spec.key == "7e84fb46fddfa39589df961f6810fb4f"
     assert "bos_token_id" not in spec.tokenizer.model_dump()
     whole = "ee9fad3730a2b3d0368e064d05f4b981e7cfac3cdc6fd1afa56e893fe024a696"
-    assert dataset_key([spec.key]) == whole
+    assert dataset_key({"": [spec.key]}) == whole
 
 
 def test_one_file_more_makes_its_own_partition_and_renaming_or_moving_none(tmp_path, several):

@@ -38,7 +38,7 @@ def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
     file = SourceFile(address="/a/\udc80.txt", bytes=3, fingerprint="sha256:ab", version="1")
     path = tmp_path / "listing.json"
     with pytest.raises(DataError, match=r"listing\.json: cannot be written: .*'\\udc80'"):
-        write_record(path, Listing(ranges=[FileRange(file=file)]))
+        write_record(path, Listing(sources={"": [FileRange(file=file)]}))
     assert not path.exists()
 
 

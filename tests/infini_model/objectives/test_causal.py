@@ -57,7 +57,7 @@ def make_module(name="causal"):
 
 
 def score(module, batch, **options):
-    return Scorer(module, PRECISIONS["fp32"], torch.device("cpu")).score(batch, **options)
+    return Scorer(module, PRECISIONS["fp32"], torch.device("cpu")).score(batch, **options).sum(0)
 
 
 def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():

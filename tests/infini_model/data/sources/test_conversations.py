@@ -176,7 +176,7 @@ def test_what_a_message_says_is_never_read_as_a_template(contents, template):
 
 
 def test_a_template_decides_nothing_of_texts():
-    assert reading_of(DataConfig(source=FilesSource(template="{role}{content}"))) == Reading()
+    assert reading_of(FilesSource(template="{role}{content}")) == Reading()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -300,7 +300,7 @@ def test_a_hub_dataset_of_pairs_may_have_any_form_and_a_limit(tmp_path, columns)
     def read(**fields):
         source = HubSource(repository=str(folder), pairs=True, **fields)
         config = DataConfig(source=source)
-        return pairs_in(download(config, tmp_path / "out").ranges, reading_of(config))[0]
+        return pairs_in(download(config, tmp_path / "out").ranges, reading_of(config.source))[0]
 
     assert read() == pairs
     assert read(limit=4) == pairs[:4]

@@ -66,8 +66,8 @@ def listing(source, folder="", most=1 << 40):
 def train(files):
     folder = pathlib.Path(tempfile.mkdtemp())
     config = DataConfig(tokenizer={"spec": "train", "vocab_size": 260})
-    places = [[part] for part in ranges_of(files)]
-    tokenizer, _ = trained.dataset_tokenizer(places, Reading(), config, TokenizerStore(folder))
+    places = [(Reading(), [part]) for part in ranges_of(files)]
+    tokenizer, _ = trained.dataset_tokenizer(places, config, TokenizerStore(folder))
     return tokenizer.vocab_size
 
 def stream(repository, split):

@@ -334,7 +334,7 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         for line in lines:
             typer.echo(f"note: {line}", err=True)
     data, run = asked.config.data, asked.config.run
-    named = data.model_fields_set & {"source", "folder"}
+    named = data.model_fields_set & {"source", "sources", "folder"}
     if command in ("run", "preprocess") and not (named or given["skip_preprocessing"]):
         raise ConfigError(
             "data.source: missing; name a --preset, or documents: data.source.paths='TEXTS/*.txt'"
@@ -349,7 +349,7 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
 def _is_own_text(config: Config, typed: Mapping[str, Any]) -> bool:
     """Whether documents were typed that this machine reads and trains on from random weights."""
     is_new = config.data.folder is None and config.model.initial_weights is None
-    return "source" in typed.get("data", {}) and is_new
+    return bool({"source", "sources"} & typed.get("data", {}).keys()) and is_new
 
 
 def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, Any]]:

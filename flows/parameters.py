@@ -66,6 +66,18 @@ SETTINGS = {
         ".md, .rst and .py files hold one document each; .jsonl (.gz, .zst), .parquet and .arrow "
         "files hold one per row.",
     ),
+    "sources": Setting(
+        "data.sources",
+        ("pipeline", *PREPROCESS),
+        "Named sources instead of documents, as JSON such as "
+        '`{"web": {"paths": ["/web/*.jsonl.gz"]}, "code": {"repository": "team/code"}}`.',
+    ),
+    "weights": Setting(
+        "packing.weights",
+        TRAINING,
+        'Share of the windows of each source, as JSON such as `{"web": 7, "code": 3}`; by size if '
+        "empty.",
+    ),
     "dataset": Setting(
         "data.folder",
         (*TRAINING, *COMPARE, *EVALUATE),
@@ -125,7 +137,11 @@ SETTINGS = {
 }
 
 # Pairs of which only one can be given.
-EXCLUSIVE = (("name", "resume"), ("documents", "resume"), ("documents", "dataset"))
+EXCLUSIVE = (
+    ("name", "resume"),
+    *((one, other) for one in ("documents", "sources") for other in ("resume", "dataset")),
+    ("documents", "sources"),
+)
 
 
 def settings_of(flow_name: str) -> list[str]:
@@ -203,6 +219,8 @@ def _tree_schema() -> Tree:
             kept["anyOf"] = [part(choice) for choice in choices]
         if node.get("type") == "integer" and kept.pop("exclusiveMinimum", None) == 0:
             kept["minimum"] = 1  # The UI's inputs understand it, and word the error better.
+        if isinstance(node.get("additionalProperties"), dict):
+            kept["additionalProperties"] = part(node["additionalProperties"])
         if "properties" in node:
             kept["properties"] = {key: part(value) for key, value in node["properties"].items()}
         return kept
@@ -217,10 +235,29 @@ def _schema_at(key: str) -> Tree:
     """JSON schema of one key, without null: an unset parameter is left out."""
     node = _tree_schema()
     for name in key.split("."):
-        sections = [choice["properties"] for choice in node.get("anyOf", [node])]
+        sections = [choice.get("properties", {}) for choice in _choices(node)]
         node = next(section[name] for section in sections if name in section)
     (typed,) = [choice for choice in node.get("anyOf", [node]) if choice["type"] != "null"]
-    return _without(typed, "title") | {"description": node["description"]}
+    typed = _json_editor(typed) if "additionalProperties" in typed else _without(typed, "title")
+    return typed | {"description": node["description"]}
+
+
+def _choices(node: Tree) -> list[Tree]:
+    """The schemas of which a value has one."""
+    return (
+        [each for choice in node["anyOf"] for each in _choices(choice)]
+        if "anyOf" in node
+        else [node]
+    )
+
+
+def _json_editor(schema: Tree) -> Tree:
+    """The schema of an object that the UI shows as one JSON editor, and checks all the same.
+
+    That is what an object without properties is shown as; `then` has no type, so that null is
+    accepted as it is for the other settings.
+    """
+    return {"type": "object", "if": True, "then": _without(schema, "type", "title")}
 
 
 def _title(name: str) -> str:
@@ -239,9 +276,7 @@ def _parameter(name: str, schema: Tree, description: str, key: str | None = None
 
 def _annotations(flow_name: str) -> dict[str, Any]:
     presets: Tree = {"type": "string", "enum": preset_choices()}
-    # The UI shows an object without properties as one JSON editor; `then` is checked all the same.
-    # It has no type, so that null is accepted as it is for the other settings.
-    advanced: Tree = {"type": "object", "if": True, "then": _without(_tree_schema(), "type")}
+    advanced = _json_editor(_tree_schema())
     annotations = {
         "preset": _parameter(
             "preset",

@@ -108,28 +108,33 @@ def _named(change: Mapping[str, Any]) -> Mapping[str, Any]:
     Under the name of a preset the documents would share the tokenizer that is trained for it.
     """
     data = _section(change, "data")
-    source = _section(data, "source")
-    if "name" in data or not source.keys() & {"paths", "repository"}:
+    source, named = _section(data, "source"), _section(data, "sources")
+    origins = [_origins(named[name]) for name in sorted(named)] or [_origins(source)]
+    if "name" in data or not any(origins):
         return change
-    return merge(change, {"data": {"name": _name_of(source)}})
+    word, key = "-".join(sorted(named)), content_key(origins)
+    if not named:
+        paths, key = origins[0], content_key(origins[0])
+        word = _word([f"{path}/" for path in paths] if "repository" in source else paths)
+    return merge(change, {"data": {"name": f"{word or 'documents'}-{key[:6]}"}})
 
 
-def _name_of(source: Mapping[str, Any]) -> str:
-    """The common folder of the paths, or the repository, and a short hash of them as typed."""
+def _origins(source: Any) -> list[str]:
+    """The paths of a source from the root, or its repository; none if it has neither."""
+    if not isinstance(source, Mapping):
+        return []
     if "repository" in source:
-        origins = [str(source["repository"])]
-        common = origins[0].split("/")
-    else:
-        paths = source["paths"] if isinstance(source["paths"], list) else [source["paths"]]
-        origins = [_absolute(str(path)) for path in paths]
-        # Of each path the folder before the first pattern.
-        folders = [re.split(r"[*?\[]", each)[0].split("/")[:-1] for each in origins]
-        shared = itertools.takewhile(
-            lambda parts: len(set(parts)) == 1, zip(*folders, strict=False)
-        )
-        common = [parts[0] for parts in shared]
-    word = re.sub(r"[^A-Za-z0-9._-]+", "", common[-1] if common else "").lstrip("._-")
-    return f"{word or 'documents'}-{content_key(origins)[:6]}"
+        return [str(source["repository"])]
+    paths = source.get("paths", [])
+    return [_absolute(str(path)) for path in (paths if isinstance(paths, list) else [paths])]
+
+
+def _word(origins: Sequence[str]) -> str:
+    """The last folder that all paths have in common, before any pattern, or the repository."""
+    folders = [re.split(r"[*?\[]", each)[0].split("/")[:-1] for each in origins]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
+    common = [parts[0] for parts in shared]
+    return re.sub(r"[^A-Za-z0-9._-]+", "", common[-1] if common else "").lstrip("._-")
 
 
 def _absolute(path: str) -> str:

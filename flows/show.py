@@ -55,7 +55,7 @@ def show(config: Config, *, every: bool) -> None:
     # One process has the batch of all, in the same order.
     with Loader(train, batch_size=size, seed=config.run.seed, phases=phases) as loader:
         numbers, (batch,) = loader.numbers(0).reshape(-1).tolist(), next(loader)
-    coverage = measure_coverage(train, segment)
+    coverage = measure_coverage(phases[-1], segment)
     memory = config.model.memory
     warnings = coverage.warnings(config.packing.mode, memory)
     console.print(*coverage.describe(memory), *warnings, sep="\n")
@@ -85,13 +85,17 @@ def _print_sizes(console: Console, manifest: Manifest, windows: Mapping[str, Win
     titles = ("Documents", "Tokens", "Tokens a document", "Windows")
     table = Table("Split", *(Column(title, justify="right") for title in titles))
     for split, each in windows.items():
-        documents, tokens = each.stream.documents, each.stream.tokens
-        mean = tokens / max(1, documents)
-        table.add_row(split, f"{documents:,}", f"{tokens:,}", f"{mean:,.1f}", f"{len(each):,}")
+        rows = [(split, each.stream, len(each))]
+        for name, part in each.stream.sections().items():
+            rows += [(f"  {name}", part, len(each.sources[name]))] if name else []
+        for title, part, count in rows:
+            mean = part.tokens / max(1, part.documents)
+            numbers = (f"{part.documents:,}", f"{part.tokens:,}", f"{mean:,.1f}", f"{count:,}")
+            table.add_row(title, *numbers)
     console.print(table)
     again, is_estimate = count_duplicates([each.stream for each in windows.values()])
-    count = f"{'about ' * is_estimate}{again:,} ({again / manifest.documents:.1%})"
-    console.print(f"Exact duplicates: {count}")
+    found = f"{'about ' * is_estimate}{again:,} ({again / manifest.documents:.1%})"
+    console.print(f"Exact duplicates: {found}")
 
 
 def _window(

@@ -260,9 +260,9 @@ class Config(Section):
                     f"packing.weights.{name}: has {len(weights)} weights; takes one, or one for "
                     f"each phase of packing.context_schedule ({phases})"
                 )
-        if self.data.folder is not None:
-            return  # It has sources of its own.
-        names = self.data.named_sources.keys() - {""}
+        if self.data.folder is not None or self.data.sources is None:
+            return  # The dataset, which may be the newest, has sources of its own.
+        names = self.data.sources.keys()
         for setting in ("weights", "max_epochs"):
             if unknown := (getattr(self.packing, setting) or {}).keys() - names:
                 yield f"packing.{setting}.{min(unknown)}: is no name in data.sources"

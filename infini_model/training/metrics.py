@@ -328,7 +328,7 @@ def log_banner(setup: TrainingSetup) -> None:
     log.info("Rank %d of %d: %s%s", world.rank, world.size, gpu, where)
     if not world.is_main:
         return
-    coverage = measure_coverage(setup.windows["train"], setup.config.model.segment_length)
+    coverage = measure_coverage(setup.loader.phases[-1], setup.config.model.segment_length)
     for line in (RULE, *_banner(setup, coverage), RULE):
         log.info("%s", line)
     for warning in coverage.warnings(setup.config.packing.mode, setup.config.model.memory):

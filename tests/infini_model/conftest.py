@@ -60,3 +60,21 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = validate({"data": {"source": source, "splits": splits}}).data
     manifest = build_dataset(download(data, folder), data, folder)
     return folder / "datasets" / manifest.folder_name
+
+
+@pytest.fixture(scope="session")
+def mixture(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset folder of two named sources: texts, and the conversations of `pairs`."""
+    folder = tmp_path_factory.mktemp("mixture")
+    chance = random.Random(8)
+    for number in range(40):
+        words = chance.choices(["the", "memory", "of", "a", "segment"], k=chance.randrange(20, 90))
+        (folder / f"{number}.txt").write_text(f"{number}. " + " ".join(words))
+    sources = {
+        "texts": {"paths": [str(folder / "*.txt")]},
+        "chats": {"paths": [str(pairs.parents[1] / "sums.jsonl")], "pairs": True},
+    }
+    splits = {"train": 0.7, "validation": 0.2, "test": 0.1}
+    data = validate({"data": {"sources": sources, "splits": splits}}).data
+    manifest = build_dataset(download(data, folder), data, folder)
+    return folder / "datasets" / manifest.folder_name

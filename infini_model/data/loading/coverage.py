@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from infini_model.data.loading.loader import Phase
 from infini_model.data.loading.stream import TokenStream
-from infini_model.data.loading.windows import Windows, sample_windows
+from infini_model.data.loading.windows import SAMPLE_SEED, sample_windows
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Windows and documents that are looked at: enough for 3%, of a shard each at worst.
@@ -61,13 +62,14 @@ class Coverage:
             )
 
 
-def measure_coverage(windows: Windows, segment_length: int) -> Coverage:
-    """The coverage of `windows`, from a sample of them; reads where documents start, no tokens.
+def measure_coverage(phase: Phase, segment_length: int) -> Coverage:
+    """The coverage of a phase, from windows that it has; reads where documents start, no tokens.
 
     There must be a window. Raises `DataError` if a shard is missing or damaged.
     """
-    packing = windows.packing
-    rows = packing.locate(sample_windows(len(windows), SAMPLE))
+    windows, packing = phase.windows, phase.windows.packing
+    positions = sample_windows(len(windows), SAMPLE)
+    rows = packing.locate(np.sort(phase.mixture.windows_at(positions, SAMPLE_SEED, 0)))
     with_target = -(-rows.valid // segment_length)
     # A window begins with an empty memory.
     starts = np.arange(len(with_target)) % packing.rows_per_window == 0

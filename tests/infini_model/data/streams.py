@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +29,17 @@ def write_shard(path: Path, values: np.ndarray, lengths: Sequence[int]) -> Shard
     )
 
 
-def stream_of(folder: Path, shards: Sequence[Shard], **options: int) -> TokenStream:
+def stream_of(folder: Path, shards: Sequence[Shard], **options: Any) -> TokenStream:
     """The stream of shards of int32 tokens in a folder."""
     files = [shard.file for shard in shards]
     return TokenStream(folder, files, shards, np.dtype(np.int32), 0, **options)
 
 
-def numbered_stream(folder: Path, shape: Sequence[Sequence[int]], **options: int) -> TokenStream:
+def numbered_stream(
+    folder: Path, shape: Sequence[Sequence[int]], first: int = 1, **options: Any
+) -> TokenStream:
     """Shards of documents of these lengths, with the tokens 1, 2, 3 … in a folder in `folder`."""
-    within, records, first = Path(tempfile.mkdtemp(dir=folder)), [], 1
+    within, records = Path(tempfile.mkdtemp(dir=folder)), []
     for number, lengths in enumerate(shape):
         values = np.arange(first, first + sum(lengths), dtype=np.int32)
         first += len(values)

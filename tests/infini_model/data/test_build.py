@@ -25,7 +25,7 @@ from infini_model.data.datasets import dataset_key
 from infini_model.data.loading import stream
 from infini_model.data.loading.stream import count_duplicates, open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
-from infini_model.data.partitions import Partition, CommonSpec
+from infini_model.data.partitions import CommonSpec, Partition
 from infini_model.data.sources import text
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations

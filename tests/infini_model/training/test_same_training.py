@@ -65,13 +65,17 @@ KINDS = {
             "model": {"memory": "delta"},
         },
     ),
-    "a residual memory, growing windows": Kind(
+    "a residual memory, growing windows of two sources": Kind(
         "fsdp",
         {
             "model": {"memory": "residual"},
             # It resumes within the second phase.
-            "packing": {"context_schedule": {0: 1, 0.5: 2, 0.75: 4}},
+            "packing": {
+                "context_schedule": {0: 1, 0.5: 2, 0.75: 4},
+                "weights": {"chats": [1, 2, 5], "texts": [3, 2, 1]},
+            },
         },
+        data="mixture",
     ),
     "a Llama": Kind(None, {}, weights="llama"),
     "LoRA": Kind("fsdp", RECOMPUTED, weights="adapters"),

@@ -8,6 +8,7 @@ from streams import numbered_stream
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.coverage import QUANTILES, Coverage, measure_coverage
+from infini_model.data.loading.loader import Phase
 from infini_model.data.loading.packing import pack
 from infini_model.data.loading.windows import Windows
 from infini_model.model.loss import IGNORED
@@ -34,7 +35,7 @@ def test_coverage_is_that_of_all_windows(folder, shape, mode, remainder):
     windows = Windows(stream, pack(stream, config, SEGMENT), mode == "aligned", "test")
     if len(windows) == 0:
         return
-    found = measure_coverage(windows, SEGMENT)
+    found = measure_coverage(Phase(windows), SEGMENT)
     inputs = CausalLM().inputs(windows.gather(np.arange(len(windows))))
     targets = (inputs.labels != IGNORED).view(-1, SEGMENT).numpy()
     # A memory is empty at the start of a window, and of a document where it is emptied there.
@@ -55,7 +56,8 @@ def test_web_text_shares_segments(folder):
 
     def measure(segment, remainder):
         config = PackingConfig(mode="aligned", context_length=32768, remainder=remainder)
-        return measure_coverage(Windows(stream, pack(stream, config, segment), True, ""), segment)
+        windows = Windows(stream, pack(stream, config, segment), True, "")
+        return measure_coverage(Phase(windows), segment)
 
     padded, shared = measure(1024, "pad"), measure(1024, "share")
     assert padded.filled < 0.66 < 0.78 < shared.filled

@@ -93,6 +93,19 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
         "debug", {"training": {"warmup_steps": 3}, "run": {"seed": 7}}, steps=9, documents=["a.txt"]
     )
     assert resolve("debug", wrapped('{"run": {"seed": 7}}')).run.seed == 7
+    sources = {"web": {"paths": ["a.txt"]}, "code": {"repository": "team/code"}}
+    weighed = {"web": 1, "code": [0.5]}
+    mixed = resolve(
+        "arxiv", sources=wrapped(json.dumps(sources)), weights=wrapped(json.dumps(weighed))
+    )
+    validate({"sources": sources, "weights": weighed}, schema_of("pipeline"), raise_on_error=True)
+    assert [(name, each.kind) for name, each in mixed.data.named_sources.items()] == [
+        ("code", "hub"),
+        ("web", "files"),
+    ]
+    assert mixed.packing.weights_in(0) == {"web": 1.0, "code": 0.5}
+    assert mixed.data.source is None
+    assert mixed.data.name.startswith("code-web-")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +113,12 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
     [
         ({"context_length": 100}, ["context_length", "segment_length"]),
         ({"documents": ["a.txt"], "dataset": "here"}, ["Documents", "Dataset"]),
+        ({"documents": ["a.txt"], "sources": {"a": {"paths": ["b"]}}}, ["Documents", "Sources"]),
+        (
+            {"sources": {"a": {"path": "b"}}},
+            ["data.sources.a.path: ", "mean data.sources.a.paths?"],
+        ),
+        ({"sources": {"a": {"paths": ["b"]}}, "weights": {"b": 1}}, ["packing.weights.b: "]),
         ({"name": "a", "resume": "b"}, ["Name", "Resume"]),
         ({"resume": "nowhere"}, ["Resume", "nowhere"]),
         ({"advanced": {"run": 5}}, ["run", "5"]),

@@ -13,6 +13,7 @@ import pytest
 from infini_model.config import (
     Config,
     ModelConfig,
+    check_typed,
     dump_config,
     load_config,
     nested,
@@ -26,6 +27,7 @@ from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
 from infini_model.config.tree import StagesConfig
 from infini_model.runtime.errors import ConfigError
 
+TWO_SOURCES = "data.sources={web: {paths: [a]}, code: {repository: b}}"
 WEIGHTS = {"initial_weights": "team/llama@main", "segment_length": 64}
 
 
@@ -138,6 +140,33 @@ def test_the_keys_of_a_source_say_its_kind_and_another_kind_replaces_the_previou
     paths = "data.source.paths=texts/*.txt"
     assert source(*limited, paths) == FilesSource(paths=["texts/*.txt"])
     assert source(typed, "data.source={kind: files, column: body}") == FilesSource(column="body")
+
+
+def test_named_sources_and_the_one_source_replace_each_other(tmp_path: Path) -> None:
+    separated = r"data.sources.web.separator=\n\n"
+    config = load_config(overrides=["data.source.column=body", TWO_SOURCES, separated])
+    assert config.data.source is None
+    assert config.data.named_sources == {
+        "code": HubSource(repository="b"),
+        "web": FilesSource(paths=["a"], separator="\n\n"),
+    }
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml", ["data.source.paths=c"]).data.named_sources == {
+        "": FilesSource(paths=["c"])
+    }
+    with pytest.raises(ConfigError, match=r"^data\.source: cannot be combined with data\.sources$"):
+        check_typed(map(parse_override, (TWO_SOURCES, "data.source.paths=c")))
+
+
+def test_weights_decide_a_run_and_a_limit_of_epochs_does_not() -> None:
+    def identity(*overrides: str) -> object:
+        return load_config(overrides=[TWO_SOURCES, *overrides]).identity
+
+    weighed = "packing.weights={web: 7, code: 3}"
+    assert identity() != identity(weighed) != identity("packing.weights={web: 3, code: 7}")
+    assert identity(weighed) == identity(weighed, "packing.max_epochs.code=4")
+    assert identity(weighed) == identity("packing.weights={code: [3], web: [7.0]}")
 
 
 def test_a_file_of_the_guides_loads_with_its_names(tmp_path: Path) -> None:
@@ -340,6 +369,24 @@ REFUSED = {
         "evaluation.needles: 6 needles in a sequence need as many depths"
     ),
     "tracking={mlflow: false, registered_model: mine}": "tracking: registered_model needs mlflow",
+    "data.sources={}": "data: sources is empty; name a source, or set data.source",
+    "data.sources={a: {paths: [x], colum: y}}": (
+        "data.sources.a.colum: unknown key; did you mean data.sources.a.column?"
+    ),
+    "data.sources={a: 5}": "data.sources.a: got 5: takes a section with paths or repository",
+    "data.sources={a b: {paths: [x]}}": "data.sources.a b: got 'a b': takes letters and digits",
+    "data={source: {paths: [x]}, sources: {a: {paths: [x]}}}": (
+        "data: sources is given beside data.source; leave one of them out"
+    ),
+    f"{TWO_SOURCES}; packing.weights.web=1": "packing.weights: has no weight for code",
+    f"{TWO_SOURCES}; packing.weights.book=1": "packing.weights.book: is no name in data.sources",
+    f"{TWO_SOURCES}; packing.max_epochs.x=1": "packing.max_epochs.x: is no name in data.sources",
+    f"{TWO_SOURCES}; packing.weights={{web: 1, code: [1, 2]}}": (
+        "packing.weights.code: has 2 weights; takes one, or one for each phase of "
+        "packing.context_schedule (1)"
+    ),
+    "data.sources={a: {paths: [x], pairs: true}, b: {paths: [x], pairs: true, "
+    "template: '{role}{content}'}}": "data: the conversations of all sources take one form",
 }
 
 

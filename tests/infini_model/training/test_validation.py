@@ -6,6 +6,7 @@ That two ranks record the same: `test_same_training.py`.
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from curves import curve, weights
@@ -13,6 +14,8 @@ from stopping import StopAfter
 
 from infini_model.data.loading.windows import open_windows, sample_windows
 from infini_model.model.llama import InfiniLlama
+from infini_model.objectives.causal import CausalLM
+from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training import train as loop
 from infini_model.training import validation
@@ -153,3 +156,50 @@ def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):
     monkeypatch.setattr(validation, "probe_memory", lambda *_, **__: found)
     (warning,) = warned()
     assert "At step 12: The memory hurts: with the same weights the loss is 0.0500 low" in warning
+
+
+WEIGHED = {"weights": {"texts": 3, "chats": 1}, "max_epochs": {"chats": 2}}
+
+
+def test_each_source_has_its_loss_and_its_epochs(mixture, make_config, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = make_config(packing={"context_length": 64} | WEIGHED)
+    train(config, mixture, tmp_path)
+    model = InfiniLlama.from_pretrained(newest_checkpoint(tmp_path) / "model")
+    total = targets = 0.0
+    validation = open_windows(mixture, "validation", config.packing, config.model.segment_length)
+    for name, numbers in validation.sources.items():
+        inputs = CausalLM().inputs(validation.gather(np.array(numbers)))
+        with torch.no_grad():
+            loss = float(model(inputs.input_ids, labels=inputs.labels).loss)
+        assert curve(tmp_path, f"validation/{name}/loss")[12] == pytest.approx(loss, rel=1e-4)
+        count = int(inputs.counted.sum())
+        total, targets = total + count * loss, targets + count
+    assert curve(tmp_path, "validation/loss")[12] == pytest.approx(total / targets, rel=1e-4)
+    sources = open_windows(mixture, "train", config.packing, config.model.segment_length).sources
+    for name, read in (("texts", 72), ("chats", 24)):
+        epochs = curve(tmp_path, f"train/{name}/epochs")
+        assert list(epochs) == [2, 4, 6, 8, 10, 12]
+        assert epochs[12] == read / len(sources[name])
+    assert "Epochs of chats: " in caplog.text
+
+
+def test_a_source_that_is_read_too_often_is_named_before_the_first_step(
+    mixture, make_config, tmp_path, caplog
+):
+    config = make_config(packing=WEIGHED, training={"max_steps": 500})
+    refused = (
+        r"^packing\.max_epochs\.chats: is 2, but the training reads this source \d+\.\d\d times"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        train(config, mixture, tmp_path)
+    assert newest_checkpoint(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"max_epochs\.web: the sources are chats, texts$"):
+        train(make_config(packing={"max_epochs": {"web": 1}}), mixture, tmp_path / "other")
+    # Unlimited, it is a warning.
+    train(make_config(training={"max_steps": 1, "batch_size": 100}), mixture, tmp_path / "once")
+    assert "passes teach little" not in caplog.text
+    weights = {"texts": 1, "chats": 0}
+    often = make_config(training={"max_steps": 6, "batch_size": 100}, packing={"weights": weights})
+    train(often, mixture, tmp_path / "often")
+    assert "source texts is read " in caplog.text

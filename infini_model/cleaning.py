@@ -398,9 +398,10 @@ def _named_by(listings: Iterable[Path]) -> set[str]:
     names: set[str] = set()
     for path in listings:
         try:
-            ranges = json.loads(path.read_bytes())["ranges"]
-            names.update(part for each in ranges for part in Path(each["file"]["address"]).parts)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            for ranges in json.loads(path.read_bytes())["sources"].values():
+                addresses = (each["file"]["address"] for each in ranges)
+                names.update(part for address in addresses for part in Path(address).parts)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: is damaged") from error
     return names
 

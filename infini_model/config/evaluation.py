@@ -122,7 +122,8 @@ class EvaluationConfig(Section):
 
     max_windows: PositiveInt | None = None
     """Windows of the validation and of the test split to score: a fixed sample over the whole
-    split, the same during training and in the report. null (default) scores all."""
+    split, as many of each named source, the same during training and in the report. null (default)
+    scores all."""
     batch_size: PositiveInt = 8
     """Windows, or requests of lm_eval, per batch in the evaluate stage."""
     tasks: NonEmptyList[EvaluationTaskName] = ["loss", "loss_by_position", "sample"]

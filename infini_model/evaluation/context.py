@@ -19,7 +19,6 @@ from infini_model.data.loading.windows import (
     Batch,
     Windows,
     open_windows,
-    sample_windows,
     validation_batches,
 )
 from infini_model.data.manifest import Manifest, Split, read_manifest
@@ -68,11 +67,11 @@ class Score(BaseModel):
         return None if self.loss is None else math.exp(min(self.loss, 700.0))
 
 
-def _score(windows: float, totals: Tensor) -> Score:
+def _score(windows: int, totals: Tensor) -> Score:
     """The score of windows with these loss sums and target counts by segment, [2, S]."""
     (loss, count), by_segment = totals.sum(1).tolist(), totals.T.tolist()
     return Score(
-        windows=round(windows),
+        windows=windows,
         # Shares of an answer add up to almost 1.
         tokens=round(count),
         loss=loss / count if round(count) else None,
@@ -161,7 +160,7 @@ class EvalContext:
         """Number of windows of a split that are scored."""
         if split not in self._windows:
             return 0
-        return len(sample_windows(len(self._windows[split]), self.config.evaluation.max_windows))
+        return len(self._windows[split].sample(self.config.evaluation.max_windows))
 
     def score(self, split: Split, without: Part | None = None) -> Score:
         """The score of a split, computed once.
@@ -176,20 +175,21 @@ class EvalContext:
         key, settings = Pass(split, without), self.config.evaluation
         if key in self._scores:
             return self._scores[key]
-        windows, totals, scored = self._windows[split], torch.zeros(1, 2, 1), torch.zeros(1)
+        windows, totals = self._windows[split], torch.zeros(1, 2, 1)
         for batch in validation_batches(
             windows, settings.batch_size, max_windows=settings.max_windows
         ):
             losses = self._scorer.score(batch, without).cpu()
             totals = totals + windows.sum_by_source(losses, batch)
-            scored = scored + windows.sum_by_source(torch.ones(len(losses)), batch)
             self.on_windows(len(losses))
-        parts = map(_score, scored.tolist(), totals)
-        by_source = {n: part for n, part in zip(windows.sources, parts, strict=True) if n}
-        whole = _score(float(scored.sum()), totals.sum(0))
-        if whole.loss is not None and not math.isfinite(whole.loss):
-            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {whole.loss}")
-        self._scores[key] = whole.model_copy(update={"by_source": by_source})
+        sizes = windows.sample_sizes(settings.max_windows)
+        parts = dict(zip(windows.sources, map(_score, sizes, totals), strict=True))
+        score = _score(sum(sizes), windows.add_sources(totals, settings.max_windows))
+        if score.loss is not None and not math.isfinite(score.loss):
+            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
+        tokens, named = sum(part.tokens for part in parts.values()), "" not in parts
+        own = {"tokens": tokens, "by_source": parts if named else {}}
+        self._scores[key] = score.model_copy(update=own)
         return self._scores[key]
 
     def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:
@@ -199,7 +199,7 @@ class EvalContext:
         """
         windows, size = self._windows[split], self.config.evaluation.batch_size
         rows = []
-        for number in sample_windows(len(windows), max_windows):
+        for number in windows.sample(max_windows):
             total = torch.zeros(2, dtype=torch.float64)
             for first in range(0, draws, size):
                 keys = number * draws + np.arange(first, min(first + size, draws))

@@ -292,11 +292,12 @@ class Trainer:
             is_stopped=self._check_stop_between_batches,
         )
         if totals is not None:
-            sums, targets = totals.sum(0)
+            windows = self.setup.windows[split]
+            sums, targets = windows.add_sources(totals, self.config.evaluation.max_windows)
             loss = float(sums.sum() / targets.sum().clamp(min=1))
             if not math.isfinite(loss):
                 raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
-            scored = zip(self.setup.windows[split].sources, totals.sum(2).tolist(), strict=True)
+            scored = zip(windows.sources, totals.sum(2).tolist(), strict=True)
             by_source = {n: total / count for n, (total, count) in scored if n and count}
             self._callbacks.finish_evaluation(
                 Evaluation(self.step, split, loss, by_source, sums, targets)

@@ -83,6 +83,28 @@ class Windows:
         parts = map(range, self.packing.window_starts, self.packing.window_starts[1:])
         return dict(zip(self.stream.sources, parts, strict=True))
 
+    def sample_sizes(self, max_windows: int | None) -> list[int]:
+        """How many windows of each source are scored: as many of each that has them, or all."""
+        counts = list(map(len, self.sources.values()))
+        most = max(counts) if max_windows is None else max(1, max_windows // len(counts))
+        return [min(count, most) for count in counts]
+
+    def sample(self, max_windows: int | None) -> np.ndarray:
+        """Numbers of the windows to score: `sample_windows` of each source, int64."""
+        sizes = zip(self.sources.values(), self.sample_sizes(max_windows), strict=True)
+        return np.concatenate([part.start + sample_windows(len(part), n) for part, n in sizes])
+
+    def add_sources(self, totals: Tensor, max_windows: int | None) -> Tensor:
+        """Add up what was summed over the sample of each source, [sources, 2, S]: [2, S].
+
+        Each stands for all windows of its source, so that the mean loss is that of the split.
+        """
+        sizes = zip(self.sources.values(), self.sample_sizes(max_windows), strict=True)
+        stands_for = totals.new_tensor([len(part) / max(1, n) for part, n in sizes])
+        # 1 for a single source, whose sums stay as they are.
+        weights = stands_for / stands_for.max()
+        return (totals * weights[:, None, None]).sum(0)
+
     def sum_by_source(self, scored: Tensor, batch: Batch) -> Tensor:
         """Sum what is scored of each window of a validation batch, [B, …]: [sources, …]."""
         totals = scored.new_zeros(len(self.packing.window_starts) - 1, *scored.shape[1:])
@@ -166,13 +188,13 @@ def validation_batches(
     world_size: int = 1,
     max_windows: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's batches of `sample_windows`; each window is in one batch of one rank.
+    """This rank's batches of the sample; each window is in one batch of one rank.
 
     Every rank yields the same number of batches, as collective operations require; the last may be
     partial. A rank with no window left yields one without valid positions, which adds nothing to a
     sum over targets.
     """
-    numbers = sample_windows(len(windows), max_windows)
+    numbers = windows.sample(max_windows)
     together = batch_size * world_size
     steps = [numbers[start : start + together] for start in range(0, len(numbers), together)]
     shares = [step[rank * batch_size : (rank + 1) * batch_size] for step in steps]

@@ -13,6 +13,7 @@ from curves import curve, weights
 from stopping import StopAfter
 
 from infini_model.data.loading.windows import open_windows, sample_windows
+from infini_model.evaluation.report import evaluate_run
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.errors import ConfigError
@@ -182,6 +183,13 @@ def test_each_source_has_its_loss_and_its_epochs(mixture, make_config, tmp_path,
         assert list(epochs) == [2, 4, 6, 8, 10, 12]
         assert epochs[12] == read / len(sources[name])
     assert "Epochs of chats: " in caplog.text
+    scores = evaluate_run(tmp_path, mixture, config).metrics
+    report = (tmp_path / "report.md").read_text()
+    for name in sources:
+        loss = curve(tmp_path, f"validation/{name}/loss")[12]
+        assert scores[f"evaluation/{name}/validation_loss"] == pytest.approx(loss, rel=1e-4)
+        assert f"| validation: {name} | {loss:.4f} |" in report
+    assert f"| Epochs by source | chats {24 / len(sources['chats']):.2f}, texts " in report
 
 
 def test_a_source_that_is_read_too_often_is_named_before_the_first_step(

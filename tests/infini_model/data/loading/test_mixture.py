@@ -14,7 +14,7 @@ from infini_model.data.loading.coverage import measure_coverage
 from infini_model.data.loading.loader import Loader, Phase, make_phases
 from infini_model.data.loading.mixture import Mixture, mix
 from infini_model.data.loading.packing import pack
-from infini_model.data.loading.windows import Windows
+from infini_model.data.loading.windows import Windows, validation_batches
 from infini_model.runtime.errors import ConfigError, DataError
 
 SEGMENT, SEGMENTS = 4, 3
@@ -189,6 +189,34 @@ def test_coverage_is_that_of_what_is_read(mixed):
         return measure_coverage(Phase(windows, weights=weights), SEGMENT).recalled
 
     assert recalled("books") > 0.6 > 0.5 > recalled("chats")
+
+
+def test_as_many_windows_of_each_source_are_scored_and_stand_for_the_whole_split(windows):
+    parts = windows.sources.values()
+    everything, few = windows.sample(None), windows.sample(30)
+    assert everything.tolist() == list(range(len(windows)))
+    assert [sum(number in part for number in few) for part in parts] == [10, 10, 10]
+    assert set(few.tolist()) < set(windows.sample(60).tolist())
+
+    def mean(max_windows):
+        totals = 0
+        for batch in validation_batches(windows, 7, max_windows=max_windows):
+            worth = windows_worth(windows, batch.keys)
+            totals = totals + windows.sum_by_source(worth, batch)
+        sums, counts = windows.add_sources(totals, max_windows)
+        return float(sums.sum() / counts.sum())
+
+    assert mean(30) == pytest.approx(mean(None), rel=1e-12)
+
+
+def windows_worth(windows, numbers):
+    """A loss sum of each window that is the same for all windows of a source, and a count."""
+    parts = list(windows.sources.values())
+    worth = [
+        next(n for n, part in enumerate(parts) if number in part) for number in numbers.tolist()
+    ]
+    sums = torch.tensor(worth, dtype=torch.float64) + 1.5
+    return torch.stack([sums, torch.full_like(sums, 2)], 1)[..., None]
 
 
 def test_what_a_source_cannot_give_is_named(folder, mixed, windows):

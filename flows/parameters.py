@@ -72,7 +72,7 @@ SETTINGS = {
         "Named sources instead of documents, as JSON such as "
         '`{"web": {"paths": ["/web/*.jsonl.gz"]}, "code": {"repository": "team/code"}}`.',
     ),
-    "weights": Setting(
+    "source_weights": Setting(
         "packing.weights",
         TRAINING,
         'Share of the windows of each source, as JSON such as `{"web": 7, "code": 3}`; by size if '

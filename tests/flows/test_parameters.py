@@ -96,9 +96,11 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
     sources = {"web": {"paths": ["a.txt"]}, "code": {"repository": "team/code"}}
     weighed = {"web": 1, "code": [0.5]}
     mixed = resolve(
-        "arxiv", sources=wrapped(json.dumps(sources)), weights=wrapped(json.dumps(weighed))
+        "arxiv", sources=wrapped(json.dumps(sources)), source_weights=wrapped(json.dumps(weighed))
     )
-    validate({"sources": sources, "weights": weighed}, schema_of("pipeline"), raise_on_error=True)
+    validate(
+        {"sources": sources, "source_weights": weighed}, schema_of("pipeline"), raise_on_error=True
+    )
     assert [(name, each.kind) for name, each in mixed.data.named_sources.items()] == [
         ("code", "hub"),
         ("web", "files"),
@@ -118,7 +120,7 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
             {"sources": {"a": {"path": "b"}}},
             ["data.sources.a.path: ", "mean data.sources.a.paths?"],
         ),
-        ({"sources": {"a": {"paths": ["b"]}}, "weights": {"b": 1}}, ["packing.weights.b: "]),
+        ({"sources": {"a": {"paths": ["b"]}}, "source_weights": {"b": 1}}, ["packing.weights.b: "]),
         ({"name": "a", "resume": "b"}, ["Name", "Resume"]),
         ({"resume": "nowhere"}, ["Resume", "nowhere"]),
         ({"advanced": {"run": 5}}, ["run", "5"]),

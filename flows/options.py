@@ -226,13 +226,6 @@ DATASET_OR_SETTINGS = typer.Argument(
     help="Name, folder or address of a dataset (default: the newest), and any settings.",
 )
 ARGUMENTS = {"compare": RUNS_OR_SETTINGS, "show": DATASET_OR_SETTINGS}
-# Options that choose the devices, each with those that it yields to.
-STRONGER = {
-    "gpus": ("no_gpu", "gpu"),
-    "gpu": ("no_gpu",),
-    "gpu_device": ("no_gpu",),
-    "distributed": ("no_gpu", "gpu", "gpus"),
-}
 # Of a `typer.Typer`: an option may be written with underscores, as in the guides.
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
@@ -252,7 +245,15 @@ def unknown(option: str, listed: Iterable[str], *, with_settings: bool) -> str:
     return f"{option}: unknown option" + (f"; did you mean {names[near]}?" if near else "")
 
 
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False  # 0 is a GPU
+
+
 def _devices(given: Mapping[str, Any], command: str) -> Tree:
+    chosen = [name for name in ("no_gpu", "gpu", "gpus") if _is_given(given[name])]
+    if chosen[1:]:
+        both = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        raise ConfigError(f"{both}: both choose the devices; give one of them")
     gpus, device = given["gpus"], given["gpu_device"]
     if given["gpu"] is not None:
         gpus, device = str(given["gpu"]), device or f"cuda:{given['gpu']}"
@@ -363,48 +364,10 @@ def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, 
     return overrides, {"comparison": {name: given for name, given in asked.items() if given}}
 
 
-def notes(given: Mapping[str, Any], command: str, config: Config) -> list[str]:
-    """One line for each given option that has no effect, with the reason."""
-    options = [name for name, value in given.items() if value is not None and value is not False]
-    reasons = {
-        option: _overridden_by(option, given) or _why_unused(option, command, config)
-        for option in options
-    }
-    return [
-        f"--{option.replace('_', '-')} has no effect: {why}"
-        for option, why in reasons.items()
-        if why
-    ]
-
-
-def _overridden_by(option: str, given: Mapping[str, Any]) -> str:
-    """Which other option chooses the devices instead of this one; empty if none does."""
-    for other in STRONGER.get(option, ()):
-        if given[other] not in (None, False):
-            return f"--{other.replace('_', '-')} chooses the devices"
-    return ""
-
-
-def _why_unused(option: str, command: str, config: Config) -> str:
-    """Why an option has no effect; empty if it has one."""
-    if option in OPTIONS and not OPTIONS[option].is_used_by(command):
-        return f"infini {command} does not use it"
-    if option == "use_gpu_dataloader":
-        return "training reads finished shards and needs no such option"
-    if option == "tensorboard_dir" and not config.tracking.tensorboard:
-        return "tracking.tensorboard is false"
-    if option == "gpu_device" or (option == "gpu" and command == "preprocess"):
-        if config.data.folder is not None:
-            return "the dataset is already tokenized"
-        if config.data.tokenizer.spec == "bytes":
-            return "the bytes tokenizer runs on the CPU"
-    return ""
-
-
 def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[..., R]:
     """Give `command`, which takes an `Invocation`, the options that all commands share.
 
-    Some also get options of their own. Options that have no effect are reported on stderr.
+    Some also get options of their own. Those that it does not use are reported on stderr.
     """
     name = command.__name__
     kind = Annotated[list[str] | None, ARGUMENTS.get(name, ANY_SETTINGS)]
@@ -422,8 +385,12 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
     def with_options(**given: Any) -> R:
         rest = {parameter.name: given.pop(parameter.name) for parameter in own}
         asked = read(given, name)
-        for note in notes(given, name, asked.config):
-            typer.echo(f"note: {note}", err=True)
+        for each, option in OPTIONS.items():
+            if _is_given(given.get(each)) and not option.is_used_by(name):
+                shown = each.replace("_", "-")
+                typer.echo(
+                    f"note: --{shown} has no effect: infini {name} does not use it", err=True
+                )
         return command(asked, **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY

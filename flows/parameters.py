@@ -264,13 +264,10 @@ def _title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _parameter(name: str, schema: Tree, description: str, key: str | None = None) -> Any:
-    """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect.
-
-    By `key`, the setting that it stands for, messages on failures find its title.
-    """
+def _parameter(name: str, schema: Tree, description: str) -> Any:
+    """A parameter that accepts anything, for `Config` to check, and shows `schema` to Prefect."""
     # Without the extra, Prefect takes the parameter's name as the title.
-    extra: JsonDict = {"title": _title(name), "description": description, "key": key}
+    extra: JsonDict = {"title": _title(name), "description": description}
     return Annotated[Any, WithJsonSchema(schema), Field(json_schema_extra=extra)]
 
 
@@ -291,7 +288,7 @@ def _annotations(flow_name: str) -> dict[str, Any]:
         key, _, own = SETTINGS[name]
         schema = _schema_at(key)
         description = schema.pop("description")
-        annotations[name] = _parameter(name, schema, own or description, key)
+        annotations[name] = _parameter(name, schema, own or description)
     return annotations | {
         "advanced": _parameter(
             "advanced",

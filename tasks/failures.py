@@ -27,7 +27,6 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Failed
 
 from infini_model.config import Config
-from infini_model.config.explaining import all_keys
 from infini_model.data.manifest import read_manifest
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.training.launch.failures import TrainingFailure
@@ -62,7 +61,6 @@ RETRY = "Task run failed with %s: %r - Retry %s/%s will start %s"
 KILLS = 3
 # What a message says that needs no advice on how to resume.
 RESUMES = re.compile(r"\bRetry resumes|\bsame command resumes")
-SETTING = re.compile(r"\b([a-z]\w*(?:\.[a-z]\w*)+)\b(=\S*[^\s;:,.])?")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,7 +111,7 @@ def _happened(error: BaseException) -> str:
     message = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
     parts = [" ".join(message.split())]
     parts += [note for note in getattr(error, "__notes__", ()) if note not in message]
-    return _in_words_of_the_form("; ".join(parts))
+    return "; ".join(parts)
 
 
 def _advice(error: BaseException) -> str:
@@ -121,26 +119,6 @@ def _advice(error: BaseException) -> str:
     if not isinstance(error, StageError) or error.is_final or RESUMES.search(_happened(error)):
         return ""
     return resume_advice()
-
-
-def _in_words_of_the_form(message: str) -> str:
-    """A message in which settings are called as in the form, if a worker has started the flow run.
-
-    One without a field of its own is in the field *Advanced*.
-    """
-    context = FlowRunContext.get()
-    if not _is_started_by_worker() or context is None or context.flow is None:
-        return message
-    fields = context.flow.parameters.properties.values()
-    titles = {field["key"]: field["title"] for field in fields if field.get("key")}
-
-    def words(found: re.Match[str]) -> str:
-        if found[1] in titles:
-            return f"{titles[found[1]]}{found[2] or ''}"
-        is_setting = any(f"{key}.".startswith(f"{found[1]}.") for key in all_keys())
-        return f"{found[0]} (Advanced)" if is_setting else found[0]
-
-    return SETTING.sub(words, message)
 
 
 def _is_started_by_worker() -> bool:
@@ -226,7 +204,7 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
         if _is_retried():
             artifacts.remove(KEY)
         try:
-            with library_logged(_in_words_of_the_form):
+            with library_logged():
                 return function(*args, **kwargs)
         except EXPECTED as error:
             if _is_started_by_worker():  # A command says it in its last line.

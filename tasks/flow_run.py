@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +168,18 @@ def log_line(line: str) -> None:
 class _ToFlowRun(logging.Handler):
     """Passes records on to a flow run's log, from any thread."""
 
-    def __init__(self, words: Callable[[str], str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._log, self._words = get_run_logger(), words
+        self._log = get_run_logger()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log it again, without what only the library's own loggers know."""
-        self._log.log(record.levelno, "%s", self._words(record.getMessage()))
+        self._log.log(record.levelno, "%s", record.getMessage())
 
 
 @contextlib.contextmanager
-def library_logged(words: Callable[[str], str]) -> Iterator[None]:
-    """Show in the flow run's log, in the reader's `words`, what the library says in this process.
+def library_logged() -> Iterator[None]:
+    """Show in the flow run's log what the library says in this process.
 
     The stages run in processes of their own, whose lines are logged as they are. Within a
     subflow the lines are those of the subflow alone.
@@ -187,7 +187,7 @@ def library_logged(words: Callable[[str], str]) -> Iterator[None]:
     logger = logging.getLogger("infini_model")
     before = logger.level, logger.propagate, logger.handlers
     logger.setLevel(logging.INFO)
-    logger.propagate, logger.handlers = False, [_ToFlowRun(words)]
+    logger.propagate, logger.handlers = False, [_ToFlowRun()]
     try:
         yield
     finally:

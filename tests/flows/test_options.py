@@ -133,37 +133,20 @@ def test_the_data_dir_is_one_dataset_or_the_datasets_below_it(tmp_path: Path) ->
         assert parse(command, "-d", str(tmp_path)) == meant(f"run.data_dir={one.parent}")
 
 
-BYTES = "the bytes tokenizer runs on the CPU"
-OF_BYTES = "data.tokenizer.spec=bytes"
-UNUSED = "infini serve does not use it"
+def test_an_option_that_a_command_does_not_use_is_noted() -> None:
+    noted = "note: --{} has no effect: infini {} does not use it"
+    assert invoke("preprocess", "--max-steps", "3")[1] == [noted.format("max-steps", "preprocess")]
+    lines = invoke("serve", "--gpus", "0", "--debug")[1]
+    assert lines == [noted.format(name, "serve") for name in ("gpus", "debug")]
+    assert not invoke("train", "--use-gpu-dataloader", "-t", "boards")[1]
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "expected"),
-    [
-        ("preprocess", "--gpu-device cuda:0", {}),
-        ("train", "--use-gpu-dataloader", {"--use-gpu-dataloader": "training reads finished "}),
-        ("preprocess", f"--gpu 0 {OF_BYTES}", {"--gpu": BYTES}),
-        ("run", f"--gpu-device cuda:0 {OF_BYTES}", {"--gpu-device": BYTES}),
-        ("train", "--gpus 0,1 --gpu 5", {"--gpus": "--gpu chooses the devices"}),
-        ("preprocess", "--max-steps 3", {"--max-steps": "infini preprocess does not use it"}),
-        ("doctor", "--batch-size 3 --gpus cpu --distributed", {"--distributed": "--gpus chooses"}),
-        ("serve", "--gpus 0 --debug", {"--gpus": UNUSED, "--debug": UNUSED}),
-        (
-            "train",
-            "-t boards tracking.tensorboard=false",
-            {"--tensorboard-dir": "tracking.tensorboard is false"},
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_option_without_effect_is_noted(
-    command: str, arguments: str, expected: dict[str, str]
-) -> None:
-    lines = invoke(command, *arguments.split())[1]
-    assert len(lines) == len(expected)
-    for line, (option, why) in zip(lines, expected.items(), strict=True):
-        assert line.startswith(f"note: {option} has no effect: {why}")
+def test_devices_are_chosen_once() -> None:
+    refused = "^--gpu and --gpus: both choose the devices; give one of them$"
+    with pytest.raises(ConfigError, match=refused):
+        parse("train", "--gpus", "0,1", "--gpu", "5")
+    with pytest.raises(ConfigError, match=r"^--no-gpu and --gpu: "):
+        parse("preprocess", "--no-gpu", "--gpu", "0")
 
 
 def test_compare_takes_runs_settings_and_with_sweep_what_to_vary() -> None:

@@ -261,7 +261,7 @@ def test_waits_attempts_warnings_and_unexpected_errors_are_shown_under_the_name_
     states = api(prefect.url, f"flow_run_states/?flow_run_id={run}", "GET")
     told = {each["name"]: each["message"] for each in states if each["type"] == "RUNNING"}
     assert told == {"Running": None, "Waiting": "Waiting for the CPU, held by run-1"}
-    assert "training.warmup_steps=4 (Advanced) is less" in prefect.log_of(run, logging.WARNING)
+    assert "training.warmup_steps=4 is less" in prefect.log_of(run, logging.WARNING)
     (traceback,) = [line for line in prefect.log_of(run) if "Traceback" in line]
     assert "KeyError: 'an unexpected error'" in traceback
     assert "KeyError: 'an unexpected error'" in prefect.artifacts(run)["failure"]

@@ -20,7 +20,7 @@ from tasks.artifacts import Progress
 from tasks.train import mlflow_link, outcome
 
 
-def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form(
+def test_a_failure_of_a_training_says_what_is_saved(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
@@ -46,10 +46,7 @@ def test_a_failure_of_a_training_says_what_is_saved_and_names_fields_of_the_form
     assert found.startswith(f"{noted}; training.batch_size=4 "), found
     assert found.endswith(f"; {resumes}")
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker's")
-    found = said(killed(3))
-    fields = "Batch size=4 training.gradient_accumulation_steps=2 (Advanced)"
-    assert found.startswith(f"{noted}; {fields} "), found
-    assert found.endswith("; step 5 is saved; Retry resumes")
+    assert said(killed(3)).endswith("; step 5 is saved; Retry resumes")
 
 
 @pytest.mark.parametrize(

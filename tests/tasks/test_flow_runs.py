@@ -90,7 +90,7 @@ def test_a_retry_completes_the_dataset_or_reuses_it(
 
     state = attempt()
     assert state["type"] == "FAILED"
-    assert state["message"].startswith("Documents: '")
+    assert state["message"].startswith("data.source.paths: '")
     assert "\n" not in state["message"]
     assert [line for line in prefect.log_of(run) if "matches no file" in line] == [state["message"]]
     assert state["message"] in prefect.artifacts(run)["failure"]
@@ -143,7 +143,7 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
     assert (found["state"]["type"], found["name"]) == ("FAILED", "pipeline quickstart-1")
     assert message.startswith("training failed: non-finite on rank 0: ")
     assert "gradient norm nan" in message
-    assert "a lower Learning rate, more training.warmup_steps" in message
+    assert "a lower training.learning_rate, more training.warmup_steps" in message
     assert log.count(message) == 1
     # The ranks' lines have their levels.
     errors = prefect.log_of(run, logging.ERROR)

@@ -213,7 +213,7 @@ class DataConfig(Section):
     name: Name = "corpus"
     """Prefix of the dataset folder's name; a content key is appended."""
     source: Source | None = FilesSource(errors="skip")
-    """Where the text comes from; null if data.sources says it."""
+    """Origin of the text; null if data.sources has several."""
     sources: dict[Name, Source] | None = None
     """Sources by name, such as {web: {paths: …}, code: {repository: …}}, each with the keys of
     data.source, in place of that. They share the tokenizer and the splits; packing.weights mixes

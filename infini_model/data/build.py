@@ -36,7 +36,7 @@ from infini_model.data.partitions import (
 )
 from infini_model.data.sources.files import FileRange, Listing
 from infini_model.data.sources.formats import Reading, format_of
-from infini_model.data.sources.listing import naming, reading_of
+from infini_model.data.sources.listing import named_settings, reading_of
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
@@ -79,7 +79,7 @@ class RequestedSource:
 
 @dataclass(frozen=True)
 class RequestedDataset:
-    """What a configuration asks for: its folder, its key, its tokenizer and its sources.
+    """The dataset that a configuration asks for: folder, key, tokenizer and sources.
 
     `keys` are those of the partitions of each source, sorted. `pin` is that of a tokenizer that was
     trained for an earlier dataset of this name. `build` is what the dataset is made from, as it is
@@ -120,7 +120,7 @@ def requested_dataset(
     planned: dict[str, tuple[Reading, list[Partition]]] = {}
     for name, source in config.named_sources.items():
         reading = reading_of(source)
-        with naming(name):
+        with named_settings(name):
             partitions = plan_partitions(listing.sources[name], reading, target_bytes, facts)
         planned[name] = reading, partitions
     facts.save()

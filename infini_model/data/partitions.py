@@ -78,7 +78,7 @@ class PartitionRecord(Record):
 
 
 class CommonSpec(NamedTuple):
-    """What all partitions of a source have in common; the fields are those of `PartitionSpec`."""
+    """The part of a `PartitionSpec` that all partitions of a source share, under its names."""
 
     reading: Reading
     tokenizer: TokenizerRecord

@@ -1,4 +1,4 @@
-"""How often a training reads each source of a mixture, and limits on that.
+"""The epochs of each source of a mixture, and limits on them.
 
 Up to four passes over the same text teach almost as much as new text (Muennighoff et al., arXiv
 2305.16264).

@@ -193,7 +193,7 @@ class Loader:
         return mixture.windows_at(positions.reshape(-1), self._seed, index).reshape(positions.shape)
 
     def epochs(self, samples_seen: int) -> dict[str, float]:
-        """How often each source has been read after `samples_seen` windows, by its name."""
+        """The passes over each source after `samples_seen` windows, by its name."""
         epochs = dict.fromkeys(self.windows.sources, 0.0)
         for phase, after in itertools.zip_longest(self.phases, self.phases[1:]):
             end = samples_seen if after is None else min(samples_seen, after.first)

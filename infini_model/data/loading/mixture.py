@@ -65,7 +65,7 @@ class Mixture:
         return windows
 
     def epochs_in(self, positions: int) -> list[float]:
-        """How often the first `positions` read each source."""
+        """The passes over each source in the first `positions`."""
         epochs, left = [0.0] * len(self.shares), np.array([positions])
         for source, share, total in self._divisions():
             others = _others(left, share, total)
@@ -86,7 +86,7 @@ class Mixture:
 
 
 def _others(positions: np.ndarray, share: int, total: int) -> np.ndarray:
-    """How many of the first `positions` are not of a source with `share` of `total`: rounded."""
+    """Count the first `positions` that are not of a source with `share` of `total`: rounded."""
     periods, rest = np.divmod(positions, total)
     within = (2 * rest * (total - share) + total) // (2 * total)
     others: np.ndarray = periods * (total - share) + within

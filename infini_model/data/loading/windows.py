@@ -84,7 +84,7 @@ class Windows:
         return dict(zip(self.stream.sources, parts, strict=True))
 
     def sample_sizes(self, max_windows: int | None) -> list[int]:
-        """How many windows of each source are scored: as many of each that has them, or all."""
+        """Count the windows of each source to score: as many of each that has them, or all."""
         counts = list(map(len, self.sources.values()))
         most = max(counts) if max_windows is None else max(1, max_windows // len(counts))
         return [min(count, most) for count in counts]
@@ -97,13 +97,12 @@ class Windows:
     def add_sources(self, totals: Tensor, max_windows: int | None) -> Tensor:
         """Add up what was summed over the sample of each source, [sources, 2, S]: [2, S].
 
-        Each stands for all windows of its source, so that the mean loss is that of the split.
+        Each is weighted as all windows of its source, so that the mean loss is that of the split.
         """
         sizes = zip(self.sources.values(), self.sample_sizes(max_windows), strict=True)
-        stands_for = totals.new_tensor([len(part) / max(1, n) for part, n in sizes])
+        inverse = totals.new_tensor([len(part) / max(1, n) for part, n in sizes])
         # 1 for a single source, whose sums stay as they are.
-        weights = stands_for / stands_for.max()
-        return (totals * weights[:, None, None]).sum(0)
+        return (totals * (inverse / inverse.max())[:, None, None]).sum(0)
 
     def sum_by_source(self, scored: Tensor, batch: Batch) -> Tensor:
         """Sum what is scored of each window of a validation batch, [B, …]: [sources, …]."""

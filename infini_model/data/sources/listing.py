@@ -53,7 +53,7 @@ def download(
     facts = fact_cache_here(datasets_dir or output_dir / "datasets")
     listed: dict[str, list[FileRange]] = {}
     for name, source in config.named_sources.items():
-        with naming(name):
+        with named_settings(name):
             found = _list_source(source, output_dir / "raw", facts, progress)
         listed[name] = [FileRange(file=file) for file in found]
     facts.save()
@@ -61,7 +61,7 @@ def download(
 
 
 @contextlib.contextmanager
-def naming(source: str) -> Iterator[None]:
+def named_settings(source: str) -> Iterator[None]:
     """Name the settings of a source by its own name in the errors of the block."""
     try:
         yield

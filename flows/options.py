@@ -250,8 +250,9 @@ def _is_given(value: Any) -> bool:
 
 
 def _devices(given: Mapping[str, Any], command: str) -> Tree:
-    chosen = [name for name in ("no_gpu", "gpu", "gpus") if _is_given(given[name])]
-    if chosen[1:]:
+    names = ("no_gpu", "gpu", "gpus", "distributed")
+    chosen = [name for name in names if _is_given(given[name])]
+    if chosen[1:] and chosen != ["gpus", "distributed"]:
         both = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(f"{both}: both choose the devices; give one of them")
     gpus, device = given["gpus"], given["gpu_device"]

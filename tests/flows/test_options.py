@@ -147,6 +147,8 @@ def test_devices_are_chosen_once() -> None:
         parse("train", "--gpus", "0,1", "--gpu", "5")
     with pytest.raises(ConfigError, match=r"^--no-gpu and --gpu: "):
         parse("preprocess", "--no-gpu", "--gpu", "0")
+    with pytest.raises(ConfigError, match=r"^--no-gpu and --distributed: "):
+        parse("train", "--no-gpu", "--distributed")
 
 
 def test_compare_takes_runs_settings_and_with_sweep_what_to_vary() -> None:

@@ -1,8 +1,8 @@
 """Find what nothing in an output folder refers to any more, and remove it.
 
-Every folder that is cleaned is a `Place`: what it holds, by name, and which names are referred to.
 Runs and the last datasets of each name refer to datasets; these, and builds that are under way or
-were noted within a week, to partitions, tokenizers, listings and downloads.
+were registered within a week, to partitions, listings and downloads. Every folder that holds some
+is a `Place`. Of the runs that are finished, only checkpoints go.
 
 What goes is renamed to a temporary name in moments, under the locks of those who might begin to use
 it, and only then deleted. So nobody ever sees half a dataset, and builds, downloads and other
@@ -25,18 +25,14 @@ from typing import Any, NamedTuple
 
 from infini_model.data.datasets import Build, build_file, build_lock, read_builds, removals
 from infini_model.data.sources.listing import raw_files_lock
-from infini_model.data.tokenizers.trained import FOLDER, PinnedTokenizer, folder_name
 from infini_model.runtime import storage
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
-from infini_model.runtime.fact_cache import KEEP_SECONDS
-from infini_model.runtime.records import read_record
 from infini_model.runtime.runs import (
     CHECKPOINTS,
     LOCK,
     is_finished,
     is_started,
     list_checkpoints,
-    noted_runs,
     read_run,
     run_folders,
     superseded_checkpoints,
@@ -92,7 +88,7 @@ class Scope:
         output_dir: Folder of the downloads and the runs.
         datasets_dir: Folder of the datasets.
         keep: Datasets of each name to keep, those used last, besides those that are referred to.
-        only: Remove only datasets of this name, no checkpoints and no pictures; None is everything.
+        only: Remove only datasets of this name, no checkpoints; None is everything.
         now: Seconds since the epoch, by which ages are judged.
     """
 
@@ -133,8 +129,7 @@ class Place(NamedTuple):
             name = path.name
             if name in self.referred or is_locked(self.folder / ".locks" / name):
                 continue
-            is_old = name in self.freed or scope.is_older(path, self.age)
-            if is_old and not (self.kind == "lock" and is_locked(path)):
+            if name in self.freed or scope.is_older(path, self.age):
                 yield path
 
     def leftovers(self, scope: Scope) -> Iterator[Path]:
@@ -250,22 +245,15 @@ def _places(scope: Scope) -> Iterator[Place]:
     needed |= {key for build in live.values() for key in build.partitions}
     freed = {key for dataset in gone for key in dataset.partitions}
     yield Place("partition", root / ".partitions", needed, freed)
-    tokenizers = root / FOLDER
-    used = _used_tokenizers(tokenizers, kept)
-    yield Place("tokenizer", tokenizers, used, age=UNFINISHED_SECONDS)
     yield from _downloads(scope, live.values(), ended.values())
     yield Place("record", root / ".builds", _in_json(live), _in_json(ended))
-    yield from _records(scope)
-    for folder in (root, root / ".partitions"):
-        names = {path.name for path in visible(folder)}
-        yield Place("lock", folder / ".locks", names | {f"{name}.pull" for name in names})
     yield Place("dataset", root, {path.name for path in visible(root)} - gone_names, gone_names)
 
 
 def _builds(
     scope: Scope, gone_names: Collection[str]
 ) -> tuple[dict[Path, Build], dict[Path, Build]]:
-    """The builds that were noted: those of datasets that stay or may still be made, and others."""
+    """The registered builds: those of datasets that stay or may still be made, and others."""
     live, ended = dict[Path, Build](), dict[Path, Build]()
     for folder, build in read_builds(scope.datasets_dir):
         is_under_way = is_locked(build_lock(folder)) or not scope.is_older(
@@ -298,32 +286,11 @@ def _downloads(scope: Scope, live: Iterable[Build], ended: Iterable[Build]) -> I
     yield listings
 
 
-def _records(scope: Scope) -> Iterator[Place]:
-    """What is noted of runs and files, and the pictures that a server shows."""
-    root = scope.datasets_dir
-    # Where the folder of all runs is missing too, a disk may only be out of sight.
-    runs = [
-        file.name
-        for file, note in noted_runs(root)
-        if not (note.is_gone and note.run.parent.is_dir())
-    ]
-    yield Place("record", root / ".runs", runs)
-    # A machine that needs its facts writes them once a week.
-    facts = root / ".facts"
-    yield Place("record", facts, {path.name for path in facts.glob("*.lock")}, age=KEEP_SECONDS)
-    if scope.only is None:
-        plots = scope.output_dir.glob("runs/*/plots/*.png")
-        shown = {f"{storage.sha256(path)}.png" for path in plots}
-        for pictures in sorted(scope.output_dir.glob("prefect*/pictures")):
-            yield Place("picture", pictures, shown)
-
-
 class _Dataset(NamedTuple):
     """A finished dataset; `used` is when it was made or last asked for."""
 
     folder: Path
     partitions: frozenset[str]
-    tokenizer: str | None
     used: float
 
 
@@ -336,7 +303,7 @@ def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
             continue
         try:
             tree = json.loads(manifest.read_bytes())
-            keys, tokenizer = frozenset(tree["partitions"]), tree["tokenizer"].get("fingerprint")
+            keys = frozenset(tree["partitions"])
             used = manifest.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             continue  # No dataset, or another cleaning has just removed it.
@@ -344,7 +311,7 @@ def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
             raise DataError(f"{manifest}: is damaged") from error
         with contextlib.suppress(FileNotFoundError):
             used = max(used, build_file(folder).stat().st_mtime)
-        found.append(_Dataset(folder, keys, tokenizer, used))
+        found.append(_Dataset(folder, keys, used))
     return sorted(found, key=lambda dataset: (dataset.used, dataset.folder), reverse=True)
 
 
@@ -367,27 +334,18 @@ def _superseded(datasets: Iterable[_Dataset], scope: Scope) -> list[_Dataset]:
 
 
 def _referred_by_runs(scope: Scope) -> set[str]:
-    """The names of the dataset folders that runs refer to, also runs of other output folders.
+    """The names of the dataset folders that the runs beside them, and of this output folder, use.
 
     A name ends in the dataset's key, so that it is enough to know a dataset by, even if the output
     folder was moved since. Raises `DataError` if a run cannot be read.
     """
-    noted = {note.dataset for _, note in noted_runs(scope.datasets_dir) if not note.is_gone}
     places = {scope.output_dir, scope.datasets_dir.parent}
     folders = [path for place in places for path in run_folders(place / "runs")]
     try:
         started = [path for path in folders if is_started(path)]
     except PermissionError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return noted | {read_run(path).dataset.name for path in started}
-
-
-def _used_tokenizers(folder: Path, datasets: Iterable[_Dataset]) -> set[str]:
-    """The pins, what they pin, and what the datasets were made with. Raises `DataError`."""
-    pins = {path.name for path in visible(folder) if path.suffix == ".json"}
-    used = {read_record(folder / name, PinnedTokenizer).fingerprint for name in pins}
-    used |= {dataset.tokenizer for dataset in datasets if dataset.tokenizer is not None}
-    return pins | set(map(folder_name, used))
+    return {read_run(path).dataset.name for path in started}
 
 
 def _named_by(listings: Iterable[Path]) -> set[str]:
@@ -460,20 +418,14 @@ def _retire_checkpoints(scope: Scope, wanted: Collection[Item], removed: Garbage
 
 
 def _retire(item: Item, removed: Garbage) -> None:
-    """Give what is to be deleted a temporary name, unless it has one; a lock if it is free."""
+    """Give what is to be deleted a temporary name, unless it has one."""
     path = item.path
-    is_lock = item.kind == "lock"
     try:
-        with storage.lock(path, wait=False) if is_lock else contextlib.nullcontext(True) as is_free:
-            if not is_free:
-                return
-            if not path.name.startswith(TEMPORARY):
-                path = storage.retire(path)
-            removed.items.append(Item(item.kind, path))
+        if not path.name.startswith(TEMPORARY):
+            path = storage.retire(path)
+        removed.items.append(Item(item.kind, path))
     except FileNotFoundError:
         return
-    except UserError as error:
-        removed.failures.append(str(error))
     except OSError as error:
         removed.failures.append(_cannot_be_removed(path, error))
 

@@ -32,7 +32,6 @@ from infini_model.runtime.runs import (
     is_finished,
     is_started,
     name_prefix,
-    note_run,
     read_run,
     read_run_config,
     recorded_settings,
@@ -371,7 +370,6 @@ def claim_run(
             else:
                 _start(run_dir, config, dataset_key, dataset_dir)
             _record_claim(run_dir, owner, dataset_dir, address)
-            note_run(dataset_dir, run_dir)
             point_latest(run_dir)
             with working_copy(held, config.checkpoint.save_total_limit):
                 yield run_dir

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 DAY_SECONDS = 86_400
 # A fact that no run has used for this long is dropped, so that the file does not grow for ever.
 KEEP_DAYS = 60
-KEEP_SECONDS = KEEP_DAYS * DAY_SECONDS
 # The day of use is only written again after this long, so that most runs write nothing.
 REFRESH_DAYS = 7
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, read_recorded, validate
-from infini_model.runtime.errors import CheckpointError, DataError, UserError
+from infini_model.runtime.errors import CheckpointError, DataError
 from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
 from infini_model.runtime.owner import last_seen
-from infini_model.runtime.records import Record, parse_record, read_record, write_record
-from infini_model.runtime.storage import MANIFEST, content_key, sha256, write_json
+from infini_model.runtime.records import Record, parse_record, write_record
+from infini_model.runtime.storage import MANIFEST, sha256, write_json
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -221,44 +220,6 @@ def kept_steps(steps: Iterable[int], losses: Mapping[int, float], keep: int) -> 
     found = sorted(steps, reverse=True)
     best = min((step for step in found if step in losses), key=losses.__getitem__, default=None)
     return {*found[:keep], *([] if best is None else [best])}
-
-
-class RunNote(Record):
-    """That a run, on the machine `host`, uses a dataset, which is given by its name."""
-
-    run: Path
-    host: str
-    dataset: str
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the run's folder is; one of another machine may only be out of sight."""
-        with contextlib.suppress(PermissionError):  # It is there, but another user's.
-            return self.host == socket.gethostname() and not self.run.is_dir()
-        return False
-
-
-def note_run(dataset_dir: Path, run_dir: Path) -> None:
-    """Note in the datasets folder that a run of another output folder uses a dataset there.
-
-    Without it nobody who cleans up the datasets could know. A folder that cannot be written is left
-    as it is.
-    """
-    datasets_dir, run, host = dataset_dir.resolve().parent, run_dir.resolve(), socket.gethostname()
-    is_known = run.parent == (datasets_dir.parent / "runs").resolve()
-    if is_known or not (dataset_dir / MANIFEST).is_file():
-        return
-    note = RunNote(run=run, host=host, dataset=dataset_dir.resolve().name)
-    with contextlib.suppress(UserError):
-        name = content_key([host, str(run)])[:32]
-        write_record(datasets_dir / ".runs" / f"{name}.json", note)
-
-
-def noted_runs(datasets_dir: Path) -> Iterator[tuple[Path, RunNote]]:
-    """What `note_run` has written, with the file of each note."""
-    for path in sorted((datasets_dir / ".runs").glob("*.json")):
-        with contextlib.suppress(DataError):
-            yield path, read_record(path, RunNote)
 
 
 def run_folders(runs_dir: Path) -> list[Path]:

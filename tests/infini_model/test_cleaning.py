@@ -21,7 +21,7 @@ from infini_model.config import load_config
 from infini_model.data.datasets import build_file, build_lock, register_use
 from infini_model.data.manifest import read_manifest
 from infini_model.data.verify import examine_dataset
-from infini_model.runtime import pictures, storage
+from infini_model.runtime import storage
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.runs import record_evaluation
 
@@ -126,7 +126,6 @@ def assert_left(output, *folders):
 def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders):
     old, middle, new = folders
     assert listed(old) & listed(middle)
-    clean_up(output, keep=3)  # Makes the locks.
     scope = scope_of(output)
     before, held = state(output), du(output)
     found = find_garbage(scope)
@@ -136,7 +135,6 @@ def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders
     assert cleaned.bytes == held - du(output) == expected > 9e5
     assert (cleaned.counts, cleaned.failures, cleaned.notes) == (found.counts, [], [])
     assert_left(output, middle, new)
-    clean_up(output)  # The locks of what is gone.
     assert find_garbage(scope).items == []
     assert preprocess(output, made[1]) == new
 
@@ -184,28 +182,6 @@ def test_what_a_run_refers_to_stays_with_its_partitions(output, folders):
     assert_left(output, first, last)
 
 
-def test_a_run_of_another_output_folder_keeps_its_dataset(output, folders, tmp_path):
-    old, _, new = folders
-    run_dir = run_on(tmp_path / "elsewhere", old, "abroad")
-    (noted,) = (output / "datasets" / ".runs").glob("*.json")
-    whole = noted.read_text()
-    elsewhere = json.loads(whole) | {"host": "another machine", "run": "/not/here"}
-    for record in (whole, json.dumps(elsewhere)):
-        noted.write_text(record)
-        clean_up(output, keep=1)
-        assert datasets(output) == {old, new}
-    noted.write_text(whole)
-    # Of a disk that is not mounted nothing is known.
-    (tmp_path / "elsewhere").rename(tmp_path / "unmounted")
-    clean_up(output, keep=2)
-    assert noted.exists()
-    (tmp_path / "unmounted").rename(tmp_path / "elsewhere")
-    shutil.rmtree(run_dir)
-    clean_up(output, keep=1)
-    assert datasets(output) == {new}
-    assert not noted.exists()
-
-
 def test_while_something_is_damaged_no_data_is_removed_since_it_may_refer_to_any_of_it(output):
     place = output / "datasets"
     refers = [*place.glob("[!l]*/manifest.json"), *place.glob(".listings/*.json")]
@@ -241,25 +217,6 @@ def test_an_interrupted_build_keeps_its_partitions_for_a_week(output, folders):
     clean_up(output, 8 * DAY)
     assert partitions(output) == set()
     assert not list((output / "datasets" / ".builds").glob("*"))
-
-
-def test_tokenizers_stay_while_a_name_or_a_dataset_has_them(tmp_path):
-    output, source, built = tmp_path / "output", tmp_path / "texts", []
-    fields = {"tokenizer": {"spec": "train", "vocab_size": 300, "retrain": True}}
-    for name in ("alpha", "beta", "gamma"):
-        write_text(source, name, 40)
-        built.append(preprocess(output, source, **fields))
-        age(built[-1], 60 * (3 - len(built)))
-
-    def kept():
-        folders = (output / "datasets" / ".tokenizers").glob("[!.]*/")
-        return {path.name for path in folders if path.is_dir()}
-
-    assert len(kept()) == 3
-    clean_up(output, 8 * DAY)
-    assert len(kept()) == 2
-    clean_up(output, 8 * DAY, keep=1)
-    assert len(kept()) == 1
 
 
 def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
@@ -299,20 +256,6 @@ def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, 
     assert not young.exists()
 
 
-def test_locks_go_with_what_they_are_for_unless_somebody_holds_them(output, folders):
-    old, middle, new = folders
-    key = min(listed(old, middle) - listed(new))
-    locks = output / "datasets" / ".partitions" / ".locks"
-    clean_up(output, keep=1)
-    with storage.lock(locks / key):
-        clean_up(output, keep=1)
-        assert {path.name for path in locks.iterdir()} == {key, *listed(new)}
-    clean_up(output, later=0, keep=1)
-    assert (locks / key).exists()  # It may be about to be taken.
-    clean_up(output, keep=1)
-    assert {path.name for path in locks.iterdir()} == listed(new)
-
-
 def checkpoint(run_dir, step):
     with storage.atomic_folder(run_dir / "checkpoints" / f"step-{step}") as temporary:
         (temporary / "weights").write_bytes(bytes(9000))
@@ -339,29 +282,6 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
     left = [{p.name for p in (each / "checkpoints").glob("[!.]*")} for each in (done, bad, cut)]
     # The best one stays besides the newest.
     assert left == [{"step-5", "step-9"}, *[{f"step-{n}" for n in (3, 5, 7, 9)}] * 2]
-
-
-def test_pictures_go_with_the_report_that_has_them(output, folders, monkeypatch):
-    monkeypatch.setenv(pictures.FOLDER, str(output / "prefect" / "pictures"))
-    gone, kept = (run_on(output, folders[2], name) / "plots" for name in ("gone", "kept"))
-    shown = set()
-    for place in (gone, kept):
-        place.mkdir(parents=True)
-        (place / "loss.png").write_bytes(place.as_posix().encode())
-        shown.add(Path(pictures.publish(place / "loss.png")).name)
-
-    def left():
-        return {path.name for path in (output / "prefect" / "pictures").iterdir()}
-
-    clean_up(output, keep=9)
-    assert left() == shown
-    shutil.rmtree(gone.parent)
-    clean_up(output, later=0, keep=9)  # A report may be about to be written.
-    assert clean_up(output, keep=9, only="corpus").counts == {}
-    assert left() == shown
-    (output / "prefect" / "pictures" / ".tmp-killed.png-abc").touch()
-    assert clean_up(output, keep=9).counts == {"picture": 1, "leftover": 1}
-    assert left() == {f"{storage.sha256(kept / 'loss.png')}.png"}
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):
@@ -441,7 +361,7 @@ def test_what_another_cleaning_removes_meanwhile_is_passed_over(output, folders,
     monkeypatch.setattr(json, "loads", remove_and_read)
     found = find_garbage(scope_of(output, keep=2))
     assert found.notes == []
-    assert found.counts.keys() == {"partition", "lock"}
+    assert found.counts.keys() == {"partition"}
     assert not {item.path.name for item in found.items} & listed(*others)
 
 
@@ -471,7 +391,7 @@ class Hurried(Scope):
 
 
 def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path):
-    """Two cleanings, too. Nothing is protected by its age, only by what is noted and locked."""
+    """Two cleanings, too. Nothing is protected by its age, only by records and locks."""
     output, source = tmp_path / "output", tmp_path / "texts"
     enough = tmp_path / "enough"
     for number in range(3):

@@ -168,3 +168,14 @@ def test_a_mistake_is_one_line(alone: Environment, tmp_path: Path) -> None:
         done = infini_here("show", *words.split(), *settings, env=alone)
         (line,) = done.stderr.splitlines()
         assert (done.returncode, named in line) == (2, True), line
+
+
+def test_each_source_has_a_row_in_each_split(show: Show, tmp_path: Path, output: Path) -> None:
+    folders = {name: write_texts(tmp_path / name, 20 * n) for n, name in enumerate(("b", "a"), 1)}
+    tree = tiny(folders["a"], output)
+    sources = {name: {"paths": [f"{folder}/*.txt"]} for name, folder in folders.items()}
+    tree["data"] = {**tree["data"], "source": None, "sources": sources, "splits": ALL}
+    dataset_of(write_settings(tmp_path / "settings.yaml", tree))
+    rows = re.findall(r"│ ( *\w+) +│ +(\d+) │", show())
+    assert rows[:3] == [("train", "60"), ("  a", "40"), ("  b", "20")]
+    assert [count for _, count in rows[3:]] == ["0"] * 6

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainings import cut_off
 
 from infini_model.data.loading.coverage import measure_coverage
-from infini_model.data.loading.loader import Loader
+from infini_model.data.loading.loader import Loader, Phase
 from infini_model.data.loading.windows import open_windows
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
@@ -250,7 +250,7 @@ def test_padding_is_logged_and_counts_as_no_token(dataset, make_config, tmp_path
             targets = int((labels != IGNORED).sum())
             assert rates[step] * seconds[step] == pytest.approx(targets)
             assert targets < labels.numel()
-    coverage = measure_coverage(windows, config.model.segment_length)
+    coverage = measure_coverage(Phase(windows), config.model.segment_length)
     assert set(coverage.describe(config.model.memory)) <= set(caplog.messages)
 
 

@@ -265,7 +265,7 @@ class Config(Section):
         names = self.data.sources.keys()
         for setting in ("weights", "max_epochs"):
             if unknown := (getattr(self.packing, setting) or {}).keys() - names:
-                yield f"packing.{setting}.{min(unknown)}: is no name in data.sources"
+                yield f"packing.{setting}.{min(unknown)}: is not a source in data.sources"
         if self.packing.weights is not None and (missing := names - self.packing.weights.keys()):
             yield f"packing.weights: has no weight for {min(missing)}"
 

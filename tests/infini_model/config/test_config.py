@@ -379,8 +379,8 @@ REFUSED = {
         "data: sources is given beside data.source; leave one of them out"
     ),
     f"{TWO_SOURCES}; packing.weights.web=1": "packing.weights: has no weight for code",
-    f"{TWO_SOURCES}; packing.weights.book=1": "packing.weights.book: is no name in data.sources",
-    f"{TWO_SOURCES}; packing.max_epochs.x=1": "packing.max_epochs.x: is no name in data.sources",
+    f"{TWO_SOURCES}; packing.weights.book=1": "packing.weights.book: is not a source in ",
+    f"{TWO_SOURCES}; packing.max_epochs.x=1": "packing.max_epochs.x: is not a source in ",
     f"{TWO_SOURCES}; packing.weights={{web: 1, code: [1, 2]}}": (
         "packing.weights.code: has 2 weights; takes one, or one for each phase of "
         "packing.context_schedule (1)"

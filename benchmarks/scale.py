@@ -79,7 +79,8 @@ def write_listing(config: Config, partitions: int, folder: Path) -> None:
                 bytes=PARTITIONS_PER_FILE * partition_bytes,
                 fingerprint=f"etag:{number:032x}",
                 version=f"{number:032x}",
-            )
+            ),
+            format="jsonl",
         )
         for number in range(partitions // PARTITIONS_PER_FILE)
     ]

@@ -115,16 +115,20 @@ class FilesSource(Section):
     kind: Literal["files"] = Field("files", description=KIND)
     paths: Annotated[NonEmptyList[str], BeforeValidator(_listed)] = ["{stdlib}/**/*.py"]
     """Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} is the folder of
-    Python's standard library. .txt, .md, .rst and .py files hold one document each; .jsonl (also
-    .gz, .zst), .parquet and .arrow files hold one per row."""
+    Python's standard library. Texts (.txt, .md, .rst, .tex, source code) hold one document each;
+    .jsonl, .json, .csv, .tsv, .parquet and .arrow files hold one per row. All but the last two may
+    also be compressed (.gz, .zst)."""
+    format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] | None = None
+    """Format of all files, whatever their suffixes; null (default) is what the suffixes say."""
     column: str = "text"
-    """Column of .jsonl, .parquet and .arrow files that holds the text."""
+    """Column that holds the text, in files of rows, or its path such as doc.text. Of a list of
+    texts, each is a line."""
     errors: Literal["fail", "skip", "replace"] = "fail"
     """What to do with a document that is not valid UTF-8: fail stops and names it, skip leaves it
     out, replace substitutes U+FFFD for the invalid bytes."""
     separator: NonEmpty | None = None
-    """Text that separates the documents in a .txt, .md, .rst or .py file, such as a blank line;
-    null (default) reads each file as one document."""
+    """Text that separates the documents in a file of text, such as a blank line; null (default)
+    reads each file as one document."""
     min_characters: NonNegativeInt = 0
     """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: Pairs = False
@@ -147,7 +151,7 @@ class HubSource(Section):
     """Commit, tag or branch, resolved to a commit when the download starts; null uses the default
     branch."""
     column: str = "text"
-    """Column that holds the text."""
+    """Column that holds the text, or its path such as doc.text; a list of texts is lines."""
     limit: Annotated[int, Field(gt=0, le=10**12)] | None = None
     """Rows to read; null reads all."""
     min_characters: NonNegativeInt = 0

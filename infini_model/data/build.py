@@ -35,8 +35,9 @@ from infini_model.data.partitions import (
     plan_partitions,
 )
 from infini_model.data.sources.files import FileRange, Listing
-from infini_model.data.sources.formats import Reading, format_of
+from infini_model.data.sources.formats import bytes_of
 from infini_model.data.sources.listing import named_settings, reading_of
+from infini_model.data.sources.rows import Reading
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 def listing_file(listing: Listing, name: str) -> str:
     """The name of the file that keeps a listing, for datasets of this name."""
     contents = sorted(
-        f"{source} {part.file.fingerprint} {part.file.address} {part.start} {part.stop}"
+        f"{source} {bytes_of(part)} {part.file.address}"
         for source, ranges in listing.sources.items()
         for part in ranges
     )
@@ -231,7 +232,7 @@ def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
     """Tell of one that occurs in no file; each is then one document, perhaps left out."""
     separators = [each.common.reading.separator for each in wanted.sources]
     files = [part for each in wanted.sources for part in each.files]
-    is_text = all(format_of(part.file.address) == "text" for part in files)
+    is_text = all(part.kind == "text" for part in files)
     if all(separators) and is_text and manifest.documents + manifest.corpus.skipped == len(files):
         many, first = f"{len(files):,} files", files[0].file.address
         none = f"{separators[0]!r} occurs in none of {many}; each is one document, such as {first}"

@@ -19,15 +19,8 @@ from typing import NamedTuple
 from infini_model.config import SplitsConfig
 from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRecord
 from infini_model.data.sources.files import FileRange, SourceFile, file_errors, open_source
-from infini_model.data.sources.formats import (
-    Reading,
-    bytes_of,
-    check_rows,
-    content_of,
-    format_of,
-    text_bytes,
-    text_columns,
-)
+from infini_model.data.sources.formats import bytes_of, check_rows, content_of, cut_of
+from infini_model.data.sources.rows import Reading, text_bytes, text_columns
 from infini_model.runtime import storage
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.records import Record
@@ -122,7 +115,7 @@ def plan_partitions(
     """
     for part in ranges:
         check_rows(part, reading)
-    parquet = [part.file for part in ranges if format_of(part.file.address) == "parquet"]
+    parquet = [part.file for part in ranges if cut_of(part, reading) == "row groups"]
     groups = _all_groups(parquet, reading, target_bytes, facts)
     partitions: list[Partition] = []
     small: list[tuple[FileRange, int]] = []
@@ -142,21 +135,20 @@ def _pieces(
     groups: dict[str, list[_Groups]],
 ) -> Iterator[tuple[FileRange, int]]:
     """A file cut into ranges, each with the bytes of its text; some formats cannot be cut."""
-    file, kind = part.file, format_of(part.file.address)
-    if kind == "parquet":
+    file, cut = part.file, cut_of(part, reading)
+    if cut == "row groups":
         start = 0
         for group in groups[file.fingerprint]:
-            yield FileRange(file=file, start=start, stop=group.stop), group.bytes
+            yield part.model_copy(update={"start": start, "stop": group.stop}), group.bytes
             start = group.stop
-    elif kind == "jsonl" or (kind == "text" and reading.separator):
+    elif cut == "bytes":
         for start in range(0, max(1, file.bytes), target_bytes):
             stop = start + target_bytes
             last = stop >= file.bytes
-            piece = FileRange(file=file, start=start, stop=None if last else stop)
+            piece = part.model_copy(update={"start": start, "stop": None if last else stop})
             yield piece, min(stop, file.bytes) - start
     else:
-        expansion = EXPANSION if kind.endswith((".gz", ".zst")) else 1
-        yield part, file.bytes * expansion
+        yield part, file.bytes * (EXPANSION if part.codec else 1)
 
 
 def _all_groups(

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from infini_model.data.sources.chat import ASSISTANT, USER, ChatTemplate, Message
-from infini_model.data.sources.text import Errors, text_of, whole_number
+from infini_model.data.sources.json_values import whole_number
+from infini_model.data.sources.text import Errors, text_of
 from infini_model.runtime.errors import DataError
 
 PIECES = pa.list_(pa.string())

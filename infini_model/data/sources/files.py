@@ -66,13 +66,25 @@ class SourceFile(Record):
 class FileRange(Record):
     """A part of a file that is read by itself: from `start` to `stop` (exclusive; None is the end).
 
-    The unit is row groups in a Parquet file and bytes in plain JSON lines and in text with a
-    separator, where a document belongs to the range in which it begins; other files are read whole.
+    `format` is one of `formats.FORMATS`, with the codec of a compressed file behind a dot. The unit
+    is what the format is cut by: row groups, or bytes, where a document belongs to the range in
+    which it begins.
     """
 
     file: SourceFile
+    format: str
     start: int = 0
     stop: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The format without its codec."""
+        return self.format.partition(".")[0]
+
+    @property
+    def codec(self) -> str:
+        """The codec of a file that is compressed, else an empty string."""
+        return self.format.partition(".")[2]
 
 
 class Listing(Record):

@@ -1,4 +1,4 @@
-"""Documents from files of any supported format, as Arrow strings in batches.
+"""The formats of files, and documents from files of any of them as Arrow strings in batches.
 
 A document is a text, or a conversation in pieces. Every format becomes one stream of `pyarrow`
 string arrays of bounded size, without nulls or empty documents, so that no later code depends on
@@ -7,80 +7,95 @@ where a document came from. What cannot be read raises `DataError` that names th
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import mmap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infini_model.data.sources.conversations import PIECES, Conversations
-from infini_model.data.sources.files import FileRange, file_errors, open_source, read_source
+from infini_model.data.sources.files import (
+    FileRange,
+    SourceFile,
+    file_errors,
+    open_source,
+    read_source,
+)
+from infini_model.data.sources.rows import (
+    BATCH_DOCUMENTS,
+    Reading,
+    read_arrow,
+    read_csv,
+    read_json,
+    read_json_lines,
+    read_parquet,
+)
 from infini_model.data.sources.text import (
-    MARK,
     MAX_OFFSET,
     WIDE,
     Block,
-    Errors,
-    as_bytes,
-    as_text,
     as_utf8,
     chunks,
     decompressed,
     documents_in,
-    object_in,
-    parse_by_arrow,
     read_blocks,
-    text_of,
 )
 from infini_model.runtime.errors import DataError
 
 BATCH_BYTES = 4 << 20
-BATCH_DOCUMENTS = 1 << 16
-DICTIONARY_ROWS = 1 << 12
-# Otherwise Arrow loads the whole column of a row group at once.
-PARQUET_BUFFER_BYTES = 1 << 20
-TEXT = (".txt", ".md", ".rst", ".py")
-HOLDS_TEXT = (
-    *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-    *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null),
-)
-ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+Cut: TypeAlias = Literal["bytes", "row groups", "whole"]
+Reader: TypeAlias = Callable[[pa.NativeFile, FileRange, Reading, int], Iterator[pa.Array]]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How files become documents: the settings that decide what the documents are.
+def _read_text(
+    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The documents of a text: one, unless `reading.separator` divides it."""
+    address, separator, errors = part.file.address, reading.separator, reading.errors
+    if separator is not None:
+        for block in read_blocks(file, part, separator.encode(), batch_bytes):
+            yield documents_in(block, separator, errors, address)
+        return
+    content = b"".join(chunks(decompressed(file, part.codec), MAX_OFFSET + 1, batch_bytes))
+    if len(content) > MAX_OFFSET:
+        raise DataError(f"{address}: is a document of more than {MAX_OFFSET} bytes")
+    yield documents_in(Block(0, as_utf8(content)), None, errors, address)
 
-    `column` is the column of the text; `errors` says what to do with a document that is not UTF-8;
-    documents of fewer than `min_characters` code points are skipped. `separator` separates the
-    documents of a text file; None makes the file one document. With `conversations`, documents are
-    these, and `min_characters` counts what is learned of one.
+
+class Format(NamedTuple):
+    """A format of files.
+
+    Attributes:
+        suffixes: Which files have it, in lower case.
+        cut: What a file is divided by into ranges; a file that is compressed never is.
+        read: From a range to its rows, as `read_range` gives them.
+        compressed: Whether a file may be compressed as a whole.
     """
 
-    column: str = "text"
-    errors: Errors = "fail"
-    min_characters: int = 0
-    separator: str | None = None
-    conversations: Conversations | None = None
+    suffixes: tuple[str, ...]
+    cut: Cut
+    read: Reader
+    compressed: bool = True
 
-    @property
-    def type(self) -> pa.DataType:
-        """The type of a row."""
-        return pa.string() if self.conversations is None else PIECES
 
-    @property
-    def decides(self) -> dict[str, object]:
-        """The settings that are part of a key; what reads texts has none of conversations."""
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name != "conversations" or value is not None
-        }
+TEXTS = (".txt", ".text", ".md", ".rst", ".adoc", ".org", ".tex")
+CODE = (
+    *(".py", ".pyi", ".r", ".jl", ".m", ".lua", ".pl", ".rb", ".php", ".sh", ".bash", ".ps1"),
+    *(".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".cuh", ".cs", ".f90", ".asm"),
+    *(".go", ".rs", ".zig", ".swift", ".java", ".kt", ".scala", ".clj", ".ex", ".erl", ".hs"),
+    *(".ml", ".dart", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".vue", ".html", ".css", ".sql"),
+)
+FORMATS: dict[str, Format] = {
+    "text": Format((*TEXTS, *CODE), "bytes", _read_text),
+    "jsonl": Format((".jsonl", ".ndjson"), "bytes", read_json_lines),
+    "json": Format((".json",), "whole", read_json),
+    "csv": Format((".csv",), "whole", partial(read_csv, delimiter=",")),
+    "tsv": Format((".tsv",), "whole", partial(read_csv, delimiter="\t")),
+    "parquet": Format((".parquet",), "row groups", read_parquet, compressed=False),
+    "arrow": Format((".arrow",), "whole", read_arrow, compressed=False),
+}
+COMPRESSED = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 
 
 class DocumentBatch(NamedTuple):
@@ -96,45 +111,60 @@ class DocumentBatch(NamedTuple):
     skipped: int
 
 
-@functools.lru_cache(1 << 16)  # asked several times for each file, and for each range of one
-def format_of(address: str) -> str:
-    """How a file is read: `text`, or the extension of its format such as `jsonl.gz`.
+def format_of(name: str, given: str | None = None) -> str:
+    """The format of a file as `FileRange.format` has it; empty if it is not supported.
 
-    Empty if it is not supported.
+    It is `given`, or what the suffix says. Whether the file is compressed, only that says.
     """
-    name = address.lower()
-    if name.endswith(TEXT):
-        return "text"
-    return next((known.removeprefix(".") for known in ROWS if name.endswith(known)), "")
+    stem = name.lower()
+    suffix = next((each for each in COMPRESSED if stem.endswith(each)), "")
+    stem = stem.removesuffix(suffix)
+    kind = given or next((k for k, each in FORMATS.items() if stem.endswith(each.suffixes)), "")
+    if not suffix or not kind:
+        return kind
+    return f"{kind}.{COMPRESSED[suffix]}" if FORMATS[kind].compressed else ""
+
+
+def check_format(name: str, given: str | None, address: str | None = None) -> None:
+    """Raise `DataError` if the format of `name` is not supported; `address` says where it is."""
+    if not format_of(name, given):
+        known = " ".join(each.suffixes[0] for each in FORMATS.values())
+        raise DataError(
+            f"{address or name}: unsupported format; supported: {known} and source code, and .gz "
+            "and .zst of most; data.source.format names it for files with other suffixes"
+        )
+
+
+def whole_file(file: SourceFile, given: str | None = None) -> FileRange:
+    """All of a file, which has a supported format."""
+    return FileRange(file=file, format=format_of(file.address, given))
+
+
+def cut_of(part: FileRange, reading: Reading) -> Cut:
+    """What a file can be divided by."""
+    if part.codec or (part.kind == "text" and reading.separator is None):
+        return "whole"
+    return FORMATS[part.kind].cut
 
 
 def content_of(part: FileRange) -> str:
     """The identity of the documents of a range, besides the settings: neither name nor place."""
     # Marks and line ends of texts were once read otherwise.
-    suffix = " marks" if format_of(part.file.address) == "text" else ""
+    suffix = " marks" if part.kind == "text" else ""
     return f"{bytes_of(part)}{suffix}"
 
 
 def bytes_of(part: FileRange) -> str:
     """The identity of the bytes of a range and of their format, however they are read."""
     # In place of the last word stood a limit of rows; with it, partitions keep order and keys.
-    return f"{part.file.fingerprint} {format_of(part.file.address)} {part.start} {part.stop} None"
-
-
-def check_format(name: str, address: str | None = None) -> None:
-    """Raise `DataError` if the extension of `name` is not supported; `address` tells more."""
-    if not format_of(name):
-        known = " ".join((*TEXT, *ROWS))
-        raise DataError(f"{address or name}: unknown file format; takes {known}")
+    return f"{part.file.fingerprint} {part.format} {part.start} {part.stop} None"
 
 
 def check_rows(part: FileRange, reading: Reading) -> None:
     """Raise `DataError` if conversations are asked for of a file without rows."""
-    if reading.conversations is not None and format_of(part.file.address) == "text":
-        raise DataError(
-            f"{part.file.address}: is a text; data.source.pairs takes files of rows: "
-            f"{' '.join(ROWS)}"
-        )
+    if reading.conversations is not None and part.kind == "text":
+        known = " ".join(each for each in FORMATS if each != "text")
+        raise DataError(f"{part.file.address}: is text; data.source.pairs takes rows: {known}")
 
 
 def read_documents(
@@ -194,201 +224,22 @@ def read_range(
     Raises `DataError` that names the file and the row, `pa.ArrowException` and `OSError` where
     the file is damaged or missing.
     """
-    address, separator, errors = part.file.address, reading.separator, reading.errors
-    kind = format_of(address)
-    if kind == "text" and separator is None:
+    address = part.file.address
+    if part.format == "text" and reading.separator is None:
         size = part.file.bytes
         if size > MAX_OFFSET:
             raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
-        yield documents_in(Block(0, as_utf8(read_source(part.file))), None, errors, address)
+        content = as_utf8(read_source(part.file))
+        yield documents_in(Block(0, content), None, reading.errors, address)
         return
-    found: Iterator[pa.Array]
     with open_source(part.file, whole) as file:
-        if kind in ("text", "jsonl") and (head := file.read(2)).startswith(WIDE):
+        is_plain = FORMATS[part.kind].compressed and not part.codec
+        if is_plain and (head := file.read(2)).startswith(WIDE):
             # Whole, by whoever reads the first range.
             if part.start:
                 return
             file = pa.BufferReader(as_utf8(head + file.read()))
             part = part.model_copy(update={"stop": None})
-        if kind == "text" and separator:
-            blocks = read_blocks(file, part, separator.encode(), batch_bytes)
-            found = (documents_in(block, separator, errors, address) for block in blocks)
-        elif kind == "parquet":
-            found = _read_parquet(file, part, reading, batch_bytes)
-        elif kind == "arrow":
-            found = _read_arrow(file, part, reading, batch_bytes)
-        else:
-            found = _read_json_lines(file, part, reading, batch_bytes)
-        for rows in found:
+        for rows in FORMATS[part.kind].read(file, part, reading, batch_bytes):
             for start in range(0, len(rows), BATCH_DOCUMENTS):
                 yield rows[start : start + BATCH_DOCUMENTS]
-
-
-def _read_json_lines(
-    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
-) -> Iterator[pa.Array]:
-    """The rows of the lines that begin in a range, each an object; blank lines are none.
-
-    What counts is Python's parser, line by line, which also names errors. Arrow's reads a block
-    several times faster and without Python's lock, so it goes first.
-    """
-    address = part.file.address
-    for start, data in read_blocks(file, part, b"\n", batch_bytes):
-        if reading.conversations is None:
-            texts = parse_by_arrow(data, reading.column)
-            if texts is not None:
-                yield texts
-                continue
-        rows = []
-        for line in data.split(b"\n"):
-            own = line.removeprefix(MARK)
-            if own and not own.isspace():
-                try:
-                    row = object_in(own, reading.errors)
-                    rows.append(None if row is None else _row_of(row, reading))
-                except DataError as error:
-                    before = chunks(decompressed(file, address), start, batch_bytes)
-                    number = 1 + sum(chunk.count(b"\n") for chunk in before)
-                    raise DataError(f"{address}, line {number}: {error}") from error
-            start += len(line) + 1
-        yield pa.array(rows, reading.type)
-
-
-def _row_of(row: Mapping[str, Any], reading: Reading) -> str | list[str] | None:
-    """The text of a row or the pieces of its conversation, None if it is skipped.
-
-    Raises `DataError` that tells what is wrong with the row, but not which row it is.
-    """
-    if reading.conversations is not None:
-        pieces = reading.conversations.pieces(row, reading.errors)
-        learned = sum(map(len, pieces[1::2])) if pieces else 0
-        return pieces if learned >= max(1, reading.min_characters) else None
-    if reading.column not in row:
-        raise _missing_column(reading.column, row)
-    return text_of(row[reading.column], f"column {reading.column!r}", reading.errors)
-
-
-def _missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
-    return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")
-
-
-def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
-    """The columns to read; raises `DataError` that names the file if one is missing or no text."""
-    names, column, chats = schema.names, reading.column, reading.conversations
-    columns = [column] if chats is None else chats.columns_in(names, f"{address}: ")
-    for each in columns:
-        if names.count(each) > 1:
-            raise DataError(
-                f"{address}: has {names.count(each)} columns {each!r}; rename all but one"
-            )
-    if chats is not None:
-        return columns
-    if column not in names:
-        raise _missing_column(column, names, f"{address}: ")
-    kind = schema.field(column).type
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(test(value) for test in HOLDS_TEXT):
-        raise DataError(f"{address}: column {column!r} is {kind}, not text")
-    return [column]
-
-
-def _read_parquet(
-    source: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
-) -> Iterator[pa.Array]:
-    import pyarrow.parquet as pq
-
-    address = part.file.address
-    with pq.ParquetFile(source, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES) as file:
-        columns = text_columns(address, file.schema_arrow, reading)
-        groups = range(file.num_row_groups)[part.start : part.stop]
-        row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
-        for group in groups:
-            rows = _batch_rows(file.metadata, group, reading, batch_bytes)
-            for batch in file.iter_batches(
-                rows, row_groups=[group], columns=columns, use_threads=False
-            ):
-                yield from _rows(batch, reading, address, row)
-                row += batch.num_rows
-
-
-def text_bytes(metadata: Any, group: int, reading: Reading) -> int:
-    """The bytes of the texts of a row group of Parquet; of conversations, those of all columns."""
-    if reading.conversations is not None:
-        return int(metadata.row_group(group).total_byte_size)
-    return int(_text_chunk(metadata, group, reading.column).total_uncompressed_size)
-
-
-def _text_chunk(metadata: Any, group: int, column: str) -> Any:
-    # Not by the names of the chunks: to ask an encrypted one for anything ends the process.
-    columns = range(metadata.num_columns)
-    index = next(each for each in columns if metadata.schema.column(each).path == column)
-    return metadata.row_group(group).column(index)
-
-
-def _batch_rows(metadata: Any, group: int, reading: Reading, batch_bytes: int) -> int:
-    """How many rows of a row group have about `batch_bytes` of text."""
-    count = metadata.row_group(group).num_rows
-    rows: int = batch_bytes * count // max(1, text_bytes(metadata, group, reading))
-    most = BATCH_DOCUMENTS
-    # A dictionary has each text once, so that the rows may have far more.
-    if (
-        reading.conversations is not None
-        or _text_chunk(metadata, group, reading.column).has_dictionary_page
-    ):
-        most = DICTIONARY_ROWS
-    return max(1, min(most, rows))
-
-
-def _read_arrow(
-    source: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
-) -> Iterator[pa.Array]:
-    address = part.file.address
-    if isinstance(source, pa.OSFile) and part.file.bytes:
-        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
-        source = pa.BufferReader(pa.py_buffer(mapped))
-    # An IPC file or, as `datasets` writes them, an IPC stream.
-    is_file = source.read(6) == b"ARROW1"
-    opened = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    source.seek(0)
-    schema = opened(source).schema
-    if not schema.names:
-        return  # so `datasets` writes no rows at all
-    columns = text_columns(address, schema, reading)
-    fields = [schema.names.index(column) for column in columns]
-    source.seek(0)
-    reader = opened(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-    row = 0
-    for batch in batches:
-        count = batch.num_rows
-        rows = max(1, min(BATCH_DOCUMENTS, batch_bytes * count // max(1, batch.nbytes)))
-        for start in range(0, count, rows):
-            yield from _rows(batch.slice(start, rows), reading, address, row + start)
-        row += count
-
-
-def _rows(
-    batch: pa.RecordBatch, reading: Reading, address: str, first_row: int
-) -> Iterator[pa.Array]:
-    """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
-    # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
-    columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
-    if reading.conversations is None:
-        (array,) = columns.values()
-        if len(array) > 1 and array.nbytes > MAX_OFFSET:
-            half = len(array) // 2
-            yield from _rows(batch.slice(0, half), reading, address, first_row)
-            yield from _rows(batch.slice(half), reading, address, first_row + half)
-            return
-        texts = as_text(array.cast(pa.binary()))
-        if texts is not None:
-            yield texts
-            return
-        array.validate(full=True)
-    rows = []
-    for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
-        try:
-            rows.append(_row_of(row, reading))
-        except DataError as error:
-            raise DataError(f"{address}, row {number}: {error}") from error
-    yield pa.array(rows, reading.type)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from infini_model.data.sources.files import brief
-from infini_model.data.sources.formats import check_format
+from infini_model.data.sources.formats import check_format, format_of
 from infini_model.data.sources.text import CODECS
 from infini_model.runtime import storage
 from infini_model.runtime.errors import BUSY, DataError, UnreachableError
@@ -42,15 +42,21 @@ class _Remote(NamedTuple):
 
 
 def fetch_files(
-    addresses: Sequence[str], raw_dir: Path, progress: OnProgress | None = None
+    addresses: Sequence[str],
+    raw_dir: Path,
+    given: str | None = None,
+    progress: OnProgress | None = None,
 ) -> list[Path]:
     """Download the files at these addresses into `raw_dir`, unless they are there already.
 
-    A `*` in an address is a glob, if the file system can list files. Raises `DataError` for an
+    A `*` in an address is a glob, if the file system can list files. `given` is the format of the
+    files; by default suffixes tell it.
+
+    Raises `DataError` for an
     address that is refused, not found or of an unknown format, `UnreachableError` for a host
     that does not answer, `UserError` on a full disk.
     """
-    remotes = [remote for address in addresses for remote in _resolve(address, raw_dir)]
+    remotes = [remote for address in addresses for remote in _resolve(address, raw_dir, given)]
     total = sum(remote.size or 0 for remote in remotes)
     done = 0
     for remote in remotes:
@@ -61,7 +67,7 @@ def fetch_files(
     return [remote.target for remote in remotes]
 
 
-def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
+def _resolve(address: str, raw_dir: Path, given: str | None) -> Iterator[_Remote]:
     """The files that an address matches, as the server describes them."""
     from fsspec.core import url_to_fs
 
@@ -78,7 +84,7 @@ def _resolve(address: str, raw_dir: Path) -> Iterator[_Remote]:
     for found in paths:
         name = system.unstrip_protocol(found)
         file = Path(unquote(urlsplit(name).path)).name
-        check_format(file, name)
+        check_format(file, given, name)
         with _reachable(name):
             info = system.info(found)
         identity = [name, info.get("size"), *(str(info.get(field)) for field in IDENTITY_FIELDS)]
@@ -131,8 +137,9 @@ def _copy(remote: _Remote, file: Any) -> Iterator[int]:
             )
             start = start if source.r.status == 206 else 0
             # As a name such as a.jsonl.gz says, too, or else although it was not asked for.
+            name = remote.target.name
             encoding = source.r.headers.get("Content-Encoding") or "identity"
-            if encoding not in ("identity", CODECS.get(remote.target.suffix.lower())):
+            if encoding not in ("identity", CODECS.get(format_of(name, "text").partition(".")[2])):
                 why = f"is sent compressed (Content-Encoding: {encoding}); download it yourself"
                 raise DataError(f"{remote.address}: {why}")
         else:

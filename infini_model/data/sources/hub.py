@@ -22,7 +22,8 @@ from infini_model.config import HubSource
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import HUB, SourceFile, fingerprint, hub_errors
-from infini_model.data.sources.formats import Reading, format_of, text_columns
+from infini_model.data.sources.formats import format_of
+from infini_model.data.sources.rows import Reading, text_columns, top_column
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import FactCache
@@ -33,7 +34,10 @@ log = logging.getLogger(__name__)
 # Names that the hub describes in one request.
 PATHS_AT_ONCE = 500
 # Per module of `datasets` that reads plain files: the formats that have the same rows here.
-PLAIN = {"parquet": ("parquet",), "json": ("jsonl", "jsonl.gz", "jsonl.zst")}
+PLAIN = {
+    "parquet": ("parquet",),
+    "json": ("jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "json.zst"),
+}
 # Options of these modules that change no row of a text column.
 HARMLESS_OPTIONS = (
     *("name", "version", "description", "data_dir", "data_files", "features"),
@@ -205,8 +209,13 @@ def _stream(
         if place["state"] is not None:
             stream.load_state_dict(place["state"])
         batches = iter(stream.iter(batch_size=BATCH_ROWS))
-    columns = (batch.select(text_columns(what, batch.schema, reading)) for batch in batches)
-    for number, table in enumerate(_gather(what, columns, done, progress), len(parts)):
+
+    def selected(batch: pa.Table) -> pa.Table:
+        columns = text_columns(what, batch.schema, reading)
+        return batch.select([top_column(batch.schema, column) for column in columns])
+
+    tables = map(selected, batches)
+    for number, table in enumerate(_gather(what, tables, done, progress), len(parts)):
         note = {POSITION: json.dumps(place | {"state": stream.state_dict()})}
         with storage.atomic_file(folder / f"part-{number:05d}.parquet") as part:
             pq.write_table(table.replace_schema_metadata(note), part, compression="zstd")

@@ -19,7 +19,8 @@ from infini_model.config.locations import is_store
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import FileRange, Listing, SourceFile, fingerprint
-from infini_model.data.sources.formats import Reading, check_format
+from infini_model.data.sources.formats import check_format, whole_file
+from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache, fact_cache_here
@@ -55,7 +56,8 @@ def download(
     for name, source in config.named_sources.items():
         with named_settings(name):
             found = _list_source(source, output_dir / "raw", facts, progress)
-        listed[name] = [FileRange(file=file) for file in found]
+        given = source.format if isinstance(source, FilesSource) else None
+        listed[name] = [whole_file(file, given) for file in found]
     facts.save()
     return Listing(sources=listed)
 
@@ -82,7 +84,7 @@ def _list_source(
     stored = {
         file.address: file
         for pattern in filter(is_store, source.paths)
-        for file in list_objects(pattern)
+        for file in list_objects(pattern, source.format)
     }
     return [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
 
@@ -112,13 +114,13 @@ def reading_of(source: Source) -> Reading:
 def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None = None) -> list[str]:
     """The local files that globs match, and those downloaded from addresses, each once, sorted.
 
-    Raises `DataError` if a glob matches nothing, or a file has an unknown extension or a name that
+    Raises `DataError` if a glob matches nothing, or a file has an unsupported format or a name that
     no listing can hold, unless `errors` says to skip it.
     """
     # Not of `Path`, which takes longer to make than a small file to read.
     found = {path for each in source.paths if "://" not in each for path in _expand(each)}
     for path in sorted(found):
-        check_format(path)
+        check_format(path, source.format)
         # Bytes that are not UTF-8 are lone surrogates, which no listing can hold.
         shown = path if path.isprintable() else os.fsencode(path).decode(errors="backslashreplace")
         if shown != path and (source.errors != "skip" or len(found) == 1):
@@ -130,16 +132,17 @@ def list_files(source: FilesSource, raw_dir: Path, progress: OnProgress | None =
     if addresses:
         from infini_model.data.sources.http import fetch_files
 
-        found.update(map(str, fetch_files(addresses, raw_dir, progress)))
+        found.update(map(str, fetch_files(addresses, raw_dir, source.format, progress)))
     return sorted(found)
 
 
-def list_objects(pattern: str) -> list[SourceFile]:
+def list_objects(pattern: str, given: str | None = None) -> list[SourceFile]:
     """The objects that an address or a glob such as `s3://bucket/texts/**/*.parquet` matches.
 
-    They are sorted by address, none is read. Raises `DataError` if nothing matches, an object has
-    an unknown extension, the address is wrong or the store refuses; `UnreachableError` if it does
-    not answer.
+    They are sorted by address, none is read. `given` is their format; by default suffixes tell it.
+
+    Raises `DataError` if nothing matches, an object has an unsupported format, the address is wrong
+    or the store refuses; `UnreachableError` if it does not answer.
     """
     found = [
         SourceFile(
@@ -154,7 +157,7 @@ def list_objects(pattern: str) -> list[SourceFile]:
         is_folder = bool(ObjectStore(pattern).list_below())
         raise _no_match(pattern, "object", is_folder)
     for file in found:
-        check_format(file.address)
+        check_format(file.address, given)
     return found
 
 

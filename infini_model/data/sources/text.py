@@ -1,4 +1,4 @@
-"""Texts from bytes: valid UTF-8 in Arrow string arrays, JSON lines, and documents with a separator.
+"""Texts from bytes: valid UTF-8 in Arrow string arrays, and documents with a separator.
 
 The documents of a file are those of `whole.split(separator)`, where a line may end with a carriage
 return. A file can be cut anywhere into ranges of bytes that are read apart: the cuts move to the
@@ -11,11 +11,9 @@ from __future__ import annotations
 import codecs
 import hashlib
 import itertools
-import json
 import logging
 import math
 import re
-import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
@@ -34,10 +32,11 @@ log = logging.getLogger(__name__)
 # Offsets into an Arrow string array, or a list array, are signed 32-bit integers.
 MAX_OFFSET = (1 << 31) - 1
 SEARCH_BYTES = 1 << 18
-CODECS = {".gz": "gzip", ".zst": "zstd"}
+# Arrow's and HTTP's names of what `FileRange.codec` names.
+CODECS = {"gz": "gzip", "zst": "zstd"}
 ADVICE = "data.source.errors takes skip or replace"
 Errors = Literal["fail", "skip", "replace"]
-LEFT_BRACE, RIGHT_BRACE, NEWLINE, RETURN = b"{}\n\r"
+NEWLINE, RETURN = b"\n\r"
 # What Windows programs write in front of UTF-8, and of UTF-16.
 MARK, WIDE = codecs.BOM_UTF8, (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Of the documents that are left out, the first are named; all are counted elsewhere.
@@ -140,7 +139,7 @@ def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
 
 
 def text_of(value: Any, what: str, errors: Errors) -> str | None:
-    """The text of a field, a string or bytes; None if it is null or skipped.
+    """The text of a field, a string or bytes, or lines of them; None if it is null or skipped.
 
     JSON can spell lone surrogates, but UTF-8 cannot. Raises `DataError` that tells what is wrong
     with `what`, the field, but not of which document.
@@ -149,6 +148,10 @@ def text_of(value: Any, what: str, errors: Errors) -> str | None:
         return decode(value, errors)
     if value is None:
         return None
+    if isinstance(value, list):
+        items = [text_of(each, f"an item of {what}", errors) for each in value if each is not None]
+        lines = [each for each in items if each is not None]
+        return "\n".join(lines) if len(lines) == len(items) else None
     if not isinstance(value, str):
         raise DataError(f"{what} is {type(value).__name__}, not text")
     try:
@@ -196,60 +199,6 @@ def documents_in(
     return pa.array(documents, pa.string())
 
 
-def object_in(line: bytes, errors: Errors) -> dict[str, Any] | None:
-    """The object in a line of JSON, None if the line is skipped.
-
-    Raises `DataError` that tells what is wrong with the line, but not which line it is.
-    """
-    text = decode(line, errors)
-    if text is None:
-        return None
-    try:
-        row = json.loads(text, parse_int=whole_number)
-    except json.JSONDecodeError as error:
-        raise DataError(f"is not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise DataError("is not JSON: it is nested too deeply") from error
-    if not isinstance(row, dict):
-        raise DataError(f"holds {type(row).__name__}, needs an object")
-    return row
-
-
-def whole_number(digits: str) -> int | float:
-    """A whole number of JSON; one of more digits than Python reads is infinite."""
-    return int(digits) if len(digits) < sys.int_info.default_max_str_digits else math.inf
-
-
-def parse_by_arrow(data: bytes, column: str) -> pa.StringArray | None:
-    """The texts of JSON lines by Arrow; None if Python's parser might see any of them otherwise.
-
-    Arrow reads objects, not lines. Where each line begins and ends with a brace none spans two
-    lines, since no object continues with an opening one; and where there are no more objects than
-    lines none holds two. A field that is missing is null to it, and other fields may hold numbers
-    that Python refuses, such as Inf.
-    """
-    from pyarrow import json as arrow_json
-
-    codes = np.frombuffer(data, np.uint8)
-    ends = np.append(np.flatnonzero(codes == NEWLINE), len(codes))
-    starts = np.append(0, ends[:-1] + 1)
-    starts, ends = starts[ends > starts], ends[ends > starts]
-    ends -= codes[ends - 1] == RETURN
-    starts, ends = starts[ends > starts], ends[ends > starts]
-    are_objects = (codes[starts] == LEFT_BRACE) & (codes[ends - 1] == RIGHT_BRACE)
-    if not len(starts) or not are_objects.all() or b"\0" in data or as_text(one_row(data)) is None:
-        return None
-    schema = pa.schema([(column, pa.string())])
-    options = arrow_json.ReadOptions(use_threads=False, block_size=min(len(data) + 1, MAX_OFFSET))
-    parsing = arrow_json.ParseOptions(schema, unexpected_field_behavior="ignore")
-    try:
-        table = arrow_json.read_json(pa.BufferReader(data), options, parsing)
-    except pa.ArrowException:
-        return None
-    texts = table.column(0).combine_chunks()
-    return None if texts.null_count or len(texts) != len(starts) else texts
-
-
 def read_blocks(
     file: pa.NativeFile, part: FileRange, separator: bytes, chunk_bytes: int
 ) -> Iterator[Block]:
@@ -260,7 +209,7 @@ def read_blocks(
 
     Raises `DataError` if a document is too long, `OSError` if the file cannot be read.
     """
-    content = decompressed(file, part.file.address)
+    content = decompressed(file, part.codec)
     separator, first, left = separator.replace(b"\r\n", b"\n"), 0, math.inf
     if content is file:
         size = part.file.bytes
@@ -273,17 +222,16 @@ def read_blocks(
     yield from _split(chunks(content, left, chunk_bytes), first, separator, part.file.address)
 
 
-def decompressed(file: pa.NativeFile, address: str) -> pa.NativeFile:
-    """The content from its start: `file` itself unless its extension is that of a codec.
+def decompressed(file: pa.NativeFile, codec: str) -> pa.NativeFile:
+    """The content from its start: `file` itself if `codec` is empty.
 
     What decompresses it closes `file` when it is deleted.
     """
     file.seek(0)
-    codec = next((CODECS[end] for end in CODECS if address.lower().endswith(end)), None)
-    if codec is None:
+    if not codec:
         return file
     # Arrow decompresses 64 KiB at a time, which would be as many requests to a remote store.
-    return pa.CompressedInputStream(pa.BufferedInputStream(file, 1 << 20), codec)
+    return pa.CompressedInputStream(pa.BufferedInputStream(file, 1 << 20), CODECS[codec])
 
 
 def chunks(file: pa.NativeFile, count: float, chunk_bytes: int) -> Iterator[bytes]:

@@ -22,7 +22,8 @@ import pyarrow.compute as pc
 
 from infini_model.config import DataConfig
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import Reading, content_of, read_documents
+from infini_model.data.sources.formats import content_of, read_documents
+from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.load import check_device, load_saved, load_tokenizer
 from infini_model.data.tokenizers.stated import TOKENIZER_FILE

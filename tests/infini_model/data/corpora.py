@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 from infini_model.config import DataConfig, FilesSource
 from infini_model.data.build import build_dataset
 from infini_model.data.sources.files import FileRange, SourceFile, local_version
-from infini_model.data.sources.formats import Reading, read_range
+from infini_model.data.sources.formats import read_range, whole_file
 from infini_model.data.sources.listing import download
+from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 
 WORDS = ["the", "quick", "brown", "fox's", "naïve", "Größe", "42", "日本", "emoji", "🦊"]
@@ -51,11 +52,11 @@ def local_file(path: Path) -> SourceFile:
     )
 
 
-def cut_file(path: Path, *cuts: int) -> list[FileRange]:
+def cut_file(path: Path, *cuts: int, given: str | None = None) -> list[FileRange]:
     """A file in ranges that end at the cuts, the last at its end."""
-    file = local_file(path)
+    whole = whole_file(local_file(path), given)
     return [
-        FileRange(file=file, start=start, stop=stop)
+        whole.model_copy(update={"start": start, "stop": stop})
         for start, stop in zip([0, *cuts], [*cuts, None], strict=True)
     ]
 

@@ -30,8 +30,8 @@ from infini_model.data.sources import text
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import FileRange, SourceFile
-from infini_model.data.sources.formats import Reading
 from infini_model.data.sources.listing import download
+from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.verify import verify_dataset
@@ -160,13 +160,14 @@ def spec_of(*ranges, **changes):
 
 
 def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
-    part, other = FileRange(file=FILE), FileRange(file=FILE, start=5)
+    part = FileRange(file=FILE, format="text")
+    other = part.model_copy(update={"start": 5})
     spec = spec_of(part, other)
     moved = FILE.model_copy(update={"address": "s3://c/d.md", "version": "2"})
-    same = (FileRange(file=moved, start=5), FileRange(file=moved))
-    ranges = [FileRange(file=FILE, start=6), FileRange(file=FILE, start=5, stop=6)]
-    files = ({"fingerprint": "x"}, {"address": "a.jsonl"})
-    ranges += [FileRange(file=FILE.model_copy(update=each), start=5) for each in files]
+    same = (each.model_copy(update={"file": moved}) for each in (other, part))
+    file = FILE.model_copy(update={"fingerprint": "x"})
+    places = ({"start": 6}, {"start": 5, "stop": 6}, {"file": file}, {"format": "jsonl"})
+    ranges = [other.model_copy(update=each) for each in places]
     chat = Conversations(ChatTemplate("{role}{content}"))
     chats = chat, replace(chat, learn="last"), replace(chat, columns=("q", "a"))
     chats += (Conversations(ChatTemplate("{role}: {content}")),)

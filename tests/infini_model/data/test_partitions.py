@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.data.partitions import plan_partitions
-from infini_model.data.sources.files import FileRange, SourceFile
-from infini_model.data.sources.formats import Reading, read_documents
+from infini_model.data.sources.files import SourceFile
+from infini_model.data.sources.formats import read_documents, whole_file
+from infini_model.data.sources.rows import Reading
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 
@@ -36,7 +37,7 @@ FILES = st.lists(
 
 
 def divided(files, tmp_path, reading=None):
-    ranges = [FileRange(file=file) for file in files]
+    ranges = list(map(whole_file, files))
     return plan_partitions(ranges, reading or Reading(), TARGET, FactCache(tmp_path / "facts.json"))
 
 
@@ -103,7 +104,7 @@ def test_equal_files_do_not_divide_for_ever(folder):
 def test_a_parquet_file_is_cut_at_row_groups_and_its_footer_is_read_once(tmp_path):
     texts = [f"{number} " + "x" * 30 for number in range(300)]
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=10, use_dictionary=False)
-    part, facts = FileRange(file=local_file(path)), FactCache(tmp_path / "kept.json")
+    part, facts = whole_file(local_file(path)), FactCache(tmp_path / "kept.json")
     partitions = plan_partitions([part], Reading(), TARGET, facts)
     assert 5 < len(partitions) < 30
     parts = [partition.ranges[0] for partition in partitions]

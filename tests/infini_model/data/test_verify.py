@@ -10,7 +10,8 @@ from corpora import build, files_config, make_texts, write_files
 from infini_model.config import PackingConfig
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
-from infini_model.data.sources.files import FileRange, Listing, SourceFile
+from infini_model.data.sources.files import Listing, SourceFile
+from infini_model.data.sources.formats import whole_file
 from infini_model.data.verify import examine_dataset, verify_dataset
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache_here
@@ -38,7 +39,7 @@ def test_a_record_with_a_name_that_is_not_utf8_is_refused_in_one_line(tmp_path):
     file = SourceFile(address="/a/\udc80.txt", bytes=3, fingerprint="sha256:ab", version="1")
     path = tmp_path / "listing.json"
     with pytest.raises(DataError, match=r"listing\.json: cannot be written: .*'\\udc80'"):
-        write_record(path, Listing(sources={"": [FileRange(file=file)]}))
+        write_record(path, Listing(sources={"": [whole_file(file)]}))
     assert not path.exists()
 
 

@@ -16,8 +16,9 @@ from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.conversations import Conversations
-from infini_model.data.sources.formats import Reading, read_documents
+from infini_model.data.sources.formats import read_documents
 from infini_model.data.sources.listing import download, reading_of
+from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
@@ -255,7 +256,7 @@ def test_a_wrong_row_is_named_in_one_line(tmp_path):
     ("name", "reason"),
     [
         ("a.parquet", r"a\.parquet: has no columns of .*: text, prompt"),
-        ("a.txt", r"a\.txt: is a text; data\.source\.pairs takes files of"),
+        ("a.txt", r"a\.txt: is text; data\.source\.pairs takes rows: jsonl"),
     ],
 )
 def test_a_file_without_pairs_is_refused_before_it_is_divided(tmp_path, name, reason):

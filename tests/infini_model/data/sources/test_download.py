@@ -138,7 +138,7 @@ def test_the_standard_library_excludes_installed_packages(tmp_path):
         ("{here}/*.txt", r"'.*\*\.txt' matches no file$"),
         ("{here}", r"matches no file; it is a folder: write .*/\*\*/\*\.txt$"),
         ("~nobody-here/*.txt", r"'~nobody-here/\*\.txt' matches no file$"),
-        ("{here}/image.png", r"image\.png: unknown file format; takes \.txt"),
+        ("{here}/image.png", r"image\.png: unsupported format; supported: \.txt"),
         ("{here}/short/*", r"0\.TXT and 1 more: no documents left: 2 of 2 .*min_characters 4"),
         ("{here}/latin.md", r"latin\.md: is not UTF-8"),
         ("nonsense://a/b.txt", r"nonsense://a/b\.txt: cannot be read"),
@@ -146,7 +146,7 @@ def test_the_standard_library_excludes_installed_packages(tmp_path):
         ("file://{here}/gone.txt", r"gone\.txt: not found$"),
         ("{bucket}/texts/*.txt", r"data\.source\.paths: '.*txt' matches no object$"),
         ("{bucket}/texts", r"no object; it is a folder: write s3:.*/texts/\*\*/\*\.txt$"),
-        ("{bucket}/texts/a.zip", r"a\.zip: unknown file format; takes \.txt"),
+        ("{bucket}/texts/a.zip", r"a\.zip: unsupported format; supported: \.txt"),
         ("s3://no-such-bucket/*", "s3://no-such-bucket: there is no such bucket"),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_broken_download_is_resumed_if_the_server_can(hub, tmp_path, ranges):
         ("corpus.jsonl", {"gated": True}, DataError, r"Unauthorized \(HTTP 401\)"),
         ("corpus.jsonl", {"busy": 9}, UnreachableError, "cannot be reached: 503"),
         ("signed.jsonl.gz", {"busy": 9}, UnreachableError, "cannot be reached: 503"),
-        ("corpus.zip", {}, DataError, r"unknown file format; takes \.txt"),
+        ("corpus.zip", {}, DataError, r"unsupported format; supported: \.txt"),
     ],
 )
 def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, error, complaint):

@@ -3,7 +3,9 @@
 Arrow's parser of JSON gives exactly what Python's does.
 """
 
+import csv
 import gzip
+import io
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import sys
 import tracemalloc
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,11 +24,21 @@ from corpora import cut_file, local_file, rows_of, write_parquet
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from infini_model.data.sources import formats, text
+from infini_model.config import FilesSource
+from infini_model.data.partitions import plan_partitions
+from infini_model.data.sources import formats, rows, text
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import BATCH_BYTES, Reading, read_documents, read_range
+from infini_model.data.sources.formats import (
+    BATCH_BYTES,
+    read_documents,
+    read_range,
+    whole_file,
+)
+from infini_model.data.sources.json_values import values_in
 from infini_model.data.sources.listing import list_objects
+from infini_model.data.sources.rows import Reading
 from infini_model.runtime.errors import DataError
+from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.object_store import ObjectStore
 
 SEPARATOR = "\n\n"
@@ -50,6 +63,15 @@ def write_every_format(folder: Path, texts: list[str | None]) -> list[Path]:
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "a.jsonl.zst").write_bytes(zstandard.compress(lines))
+    (folder / "b.json.gz").write_bytes(gzip.compress(lines))  # as C4 is
+    rows = [json.loads(line) for line in lines.splitlines()]
+    (folder / "a.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    (folder / "c.json").write_text("\n".join(json.dumps(row, indent=1) for row in rows))
+    for name, dialect in (("a.csv.zstd", "excel"), ("a.tsv", "excel-tab")):
+        table = io.StringIO(newline="")
+        csv.writer(table, dialect).writerows([["id", "text"], *([1, text] for text in texts)])
+        data = table.getvalue().encode()
+        (folder / name).write_bytes(zstandard.compress(data) if "z" in name else data)
     table = pa.table({"text": pa.array(texts, pa.string())})
     pq.write_table(table, folder / "a.parquet", row_group_size=2)
     pq.write_table(pa.table({"text": table["text"].dictionary_encode()}), folder / "b.parquet")
@@ -84,7 +106,7 @@ def test_batches_are_bounded_and_keep_the_order_wherever_a_file_lies(tmp_path, r
         files = list_objects(f"{bucket}/**")
     for file in files:
         reading = Reading(separator=SEPARATOR)
-        batches = list(read_documents([FileRange(file=file)], reading, batch_bytes=1000))
+        batches = list(read_documents([whole_file(file)], reading, batch_bytes=1000))
         assert len(batches) > 3
         assert [text for batch in batches for text in batch.texts.to_pylist()] == texts
 
@@ -124,6 +146,13 @@ SURROGATES = b'{"text": "x\\ud83e\\udd8a"}\n\n{"text": "a\\ud800b"}\n'
         ("a.jsonl", b'{"text": "a"}\n{"text": 5}', "line 2: column 'text' is int", None, None),
         ("a.jsonl.gz", BROKEN, "line 2: is not JSON: ", None, None),
         ("a.jsonl", b'{"text": "a"}\n[1]', "line 2: holds list, needs an object$", None, None),
+        ("a.json", b'[{"text": "a"}, 1]', "row 2: holds int, needs an object$", None, None),
+        ("a.json", b'[{"text": "a"},{b', "row 2: is not JSON: ", None, None),
+        ("a.json", b'[{"text": "a"}', "row 2: is missing: the file ends", None, None),
+        ("a.json", b'[{"text":"a"},{"text":"\xe9"}]', "row 2: is not UTF-8", ["a", "�"], ["a"]),
+        ("a.csv", b"text\na\n\xe9\n", "row 2: is not UTF-8", ["a", "�"], ["a"]),
+        ("a.csv", b"id,text\n1,a\n2,b,c", "row 2: has 3 fields, 2 columns", None, None),
+        ("a.csv", b'text\na\n"b\nc', "row 2: ends at line 4: unexpected end", None, None),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "line 2: is not UTF-8", ["a", "�"], ["a"]),
         ("a.jsonl", SURROGATES, "line 3: is not UTF-8: a lone", ["x🦊", "a�b"], ["x🦊"]),
         ("a.parquet", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
@@ -168,6 +197,8 @@ def test_a_file_that_is_torn_or_of_another_format_is_named_in_one_line(tmp_path)
     for path in paths:
         data = path.read_bytes()
         harms = [data[: len(data) * 2 // 3], b"text"]
+        if path.name == "a.tsv":
+            harms = [b'text\n"x']  # a quote that nothing closes
         # Of lines, and of a file of which the index is lost, a part is as good as the whole.
         for harm in harms[1:] if path.name in ("a.jsonl", "b.arrow") else harms:
             path.write_bytes(harm)
@@ -188,7 +219,7 @@ def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(tmp_path, 
             store, gone = ObjectStore(request.getfixturevalue("bucket")), "not found"
             write, remove = partial(store.write, name), partial(store.delete, [name])
             store.upload(name, path)
-            part = FileRange(file=list_objects(store.address_of(name))[0])
+            part = whole_file(list_objects(store.address_of(name))[0])
         for change, complaint in (
             (partial(write, b"new"), "changed while it was read; run again"),
             (remove, gone),
@@ -281,7 +312,7 @@ def test_a_cut_with_no_separator_behind_it_takes_little_memory(tmp_path):
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
         file.truncate(64 << 20)
-    part = FileRange(file=local_file(path), start=1 << 20)
+    part = whole_file(local_file(path)).model_copy(update={"start": 1 << 20})
     tracemalloc.start()
     try:
         assert list(read_range(part, Reading(separator="\n"))) == []
@@ -304,7 +335,7 @@ def test_of_a_table_in_a_store_little_more_is_read_than_the_texts(tmp_path, buck
         return plain(store, key, start, stop, version)
 
     monkeypatch.setattr(ObjectStore, "read_range", counted)
-    (batch,) = read_documents([FileRange(file=file)], Reading(), batch_bytes=64 << 20)
+    (batch,) = read_documents([whole_file(file)], Reading(), batch_bytes=64 << 20)
     assert batch.texts.to_pylist() == texts
     assert sum(read) < 2 * sum(map(len, texts)) < file.bytes / 2
 
@@ -313,7 +344,8 @@ PEAK = """
 import sys
 from pathlib import Path
 from infini_model.data.sources.files import FileRange
-from infini_model.data.sources.formats import Reading, read_range
+from infini_model.data.sources.formats import read_range
+from infini_model.data.sources.rows import Reading
 
 def peak():
     # Not that of getrusage, which a process inherits from the one that started it.
@@ -330,7 +362,7 @@ print(size, peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.txt"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.txt", "a.json", "a.csv"])
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
     texts = [f"{number} " + "some words of text " * 500 for number in range(12_500)]
     path = tmp_path / name
@@ -340,9 +372,13 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         write_parquet(path, texts, row_group_size=1 << 30, compression="none", use_dictionary=False)
     elif name == "a.txt":
         path.write_text(SEPARATOR.join(texts))
+    elif name == "a.csv":
+        path.write_text("\n".join(["text", *texts]))
+    elif name == "a.json":
+        path.write_text(json.dumps([{"text": text} for text in texts]))
     else:
         path.write_bytes(gzip.compress(json_lines(texts), 1))
-    part = FileRange(file=local_file(path)).model_dump_json()
+    part = whole_file(local_file(path)).model_dump_json()
     command = [sys.executable, "-c", PEAK, part]
     # Arrow's own allocator keeps freed memory for a while.
     environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"}
@@ -350,6 +386,76 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     size, peak = map(int, out.stdout.split())
     assert size > 100 << 20
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv"])
+def test_a_format_is_that_of_the_suffix_unless_it_is_given(tmp_path, suffix):
+    for name in ("file", f"file{suffix}", f"file{suffix.upper()}", "file.dat"):
+        path = tmp_path / f"{suffix[1:]}-{name}"
+        path.write_text({".csv": "text\nx", ".txt": "x"}.get(suffix, '{"text": "x"}'))
+        kind = "text" if suffix == ".txt" else suffix[1:]
+        (part,) = cut_file(path, given=kind if name in ("file", "file.dat") else None)
+        assert rows_of(part) == ["x"]
+        assert part.format == kind
+
+
+def test_the_setting_takes_each_format():
+    kinds = get_args(get_args(FilesSource.model_fields["format"].annotation)[0])
+    assert kinds == tuple(formats.FORMATS)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("text", max_size=4), inner),
+    max_leaves=5,
+)
+NESTED = [{"text": ["a", None, "", "bé"], "n": 1}, {"text": [], "n": 2}, None, {"text": ["c"]}]
+
+
+def test_a_path_names_a_nested_column_and_a_list_is_lines(tmp_path):
+    table = pa.table({"doc": NESTED, "id": range(4)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(table.rename_columns(["doc.text", "id"]), tmp_path / "odd.parquet")
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    (tmp_path / "a.json").write_text(json.dumps(table.to_pylist()))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
+    for path in sorted(tmp_path.glob("a.*")):
+        assert rows_of(*cut_file(path), column="doc.text") == ["a\n\nbé", "", None, "c"]
+        with pytest.raises(DataError, match=r"has no column 'doc\.title'; it has: doc, id"):
+            rows_of(*cut_file(path), column="doc.title")
+    with pytest.raises(DataError, match=r"odd\.parquet: column 'doc\.text' is struct<"):
+        rows_of(*cut_file(tmp_path / "odd.parquet"), column="doc.text")
+    for texts in ([["a", "", "b"], [], None], ["a", None, "b"]):
+        pq.write_table(pa.table({"doc.text": texts}), tmp_path / "odd.parquet")
+        found = rows_of(*cut_file(tmp_path / "odd.parquet"), column="doc.text")
+        assert found == (["a\n\nb", "", None] if isinstance(texts[0], list) else texts)
+    reading = Reading("doc.text")
+    facts = FactCache(tmp_path / "facts.json")
+    (partition,) = plan_partitions(cut_file(tmp_path / "a.parquet"), reading, 1 << 20, facts)
+    assert partition.bytes
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=5),
+    st.none() | st.integers(0, 2),
+    st.booleans(),
+    st.integers(1, 40),
+)
+def test_values_are_those_of_json_wherever_chunks_end(values, indent, in_array, size):
+    def dump(value: object) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=False)
+
+    content = dump(values) if in_array else "\r\n".join(map(dump, values))
+    data = content.encode()
+    whole = list(values_in([data] if data else []))
+    assert dump(whole) == dump(values)
+    pieces = (data[start : start + size] for start in range(0, len(data), size))
+    assert dump(list(values_in(pieces))) == dump(values)
+    if in_array:
+        with pytest.raises(DataError):
+            list(values_in([data[:-1]]))
 
 
 ERRORS = ("fail", "skip", "replace")
@@ -365,7 +471,7 @@ def parsed(tmp_path_factory):
         path.write_bytes(data + b"\n")  # so that all lines are in one block
         with pytest.MonkeyPatch.context() as patch:
             for name, function in parser.items():
-                patch.setattr(formats, name, function)
+                patch.setattr(rows, name, function)
             try:
                 return rows_of(*cut_file(path), errors=errors, column=column)
             except DataError as error:
@@ -374,11 +480,6 @@ def parsed(tmp_path_factory):
     return outcome
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("text", max_size=4), inner),
-    max_leaves=5,
-)
 # Valid lines, written as different programs do.
 LINES = st.builds(
     lambda row, ascii_, space: json.dumps(
@@ -415,7 +516,7 @@ BLOCKS = st.lists(LINES | LINES | mutated() | SOUP, max_size=5).map(b"\n".join)
 
 
 @settings(max_examples=250)
-@given(BLOCKS, st.sampled_from(ERRORS), st.sampled_from(["text", "x", "a"]))
+@given(BLOCKS, st.sampled_from(ERRORS), st.sampled_from(["text", "x", "a", "a.t"]))
 @example(b'{"text":"a"}{"text":"b"}\n{"text":"c","x":{}\n}', "fail", "text")
 @example(b'{"text":"a","text":"b"}\n{"text":"a","text":null}', "fail", "text")
 @example(b'{"text":"a","x":1e999}\n{"text":"b","x":NaN}', "fail", "text")

@@ -29,8 +29,9 @@ import contextlib, json, os, pathlib, sys, tempfile, time
 from infini_model.config import DataConfig, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources import hub
-from infini_model.data.sources.files import FileRange, SourceFile
-from infini_model.data.sources.formats import Reading, read_range
+from infini_model.data.sources.files import SourceFile
+from infini_model.data.sources.formats import read_range, whole_file
+from infini_model.data.sources.rows import Reading
 from infini_model.data.sources.hub import fetch_weights, list_dataset
 from infini_model.data.tokenizers import trained
 from infini_model.data.tokenizers.load import load_tokenizer
@@ -44,7 +45,7 @@ def login(token):
     os.environ["HF_TOKEN"] = token
 
 def ranges_of(files):
-    return [FileRange(file=SourceFile(**file)) for file in files]
+    return [whole_file(SourceFile(**file)) for file in files]
 
 def read(files):
     arrays = (array for part in ranges_of(files) for array in read_range(part, Reading()))

@@ -1,0 +1,367 @@
+"""Rows of files as Arrow arrays: JSON, comma- and tab-separated values, Parquet and Arrow.
+
+A row is a text, or a conversation in pieces; which of the columns it is read from, `Reading` says.
+What cannot be read raises `DataError` that names the file and the row.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infini_model.data.sources.conversations import PIECES, Conversations
+from infini_model.data.sources.files import FileRange
+from infini_model.data.sources.json_values import (
+    checked_object,
+    object_in,
+    parse_by_arrow,
+    values_in,
+)
+from infini_model.data.sources.text import (
+    MARK,
+    MAX_OFFSET,
+    Errors,
+    as_bytes,
+    as_text,
+    chunks,
+    decompressed,
+    read_blocks,
+    text_of,
+)
+from infini_model.runtime.errors import DataError
+
+BATCH_DOCUMENTS = 1 << 16
+DICTIONARY_ROWS = 1 << 12
+# Otherwise Arrow loads the whole column of a row group at once.
+PARQUET_BUFFER_BYTES = 1 << 20
+HOLDS_TEXT = (
+    *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+    *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null),
+)
+# A field of a table may be a whole document; by default Python refuses more than 128 KiB.
+csv.field_size_limit(MAX_OFFSET)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files become documents: the settings that decide what the documents are.
+
+    `column` is the column of the text, or its path such as `doc.text`; `errors` says what to do
+    with a document that is not UTF-8; documents of fewer than `min_characters` code points are
+    skipped. `separator` separates the documents of a text file; None makes the file one document.
+    With `conversations`, documents are these, and `min_characters` counts what is learned of one.
+    """
+
+    column: str = "text"
+    errors: Errors = "fail"
+    min_characters: int = 0
+    separator: str | None = None
+    conversations: Conversations | None = None
+
+    @property
+    def type(self) -> pa.DataType:
+        """The type of a row."""
+        return pa.string() if self.conversations is None else PIECES
+
+    @property
+    def decides(self) -> dict[str, object]:
+        """The settings that are part of a key; what reads texts has none of conversations."""
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name != "conversations" or value is not None
+        }
+
+
+def read_json_lines(
+    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The rows of the lines that begin in a range, each an object; blank lines are none."""
+    address = part.file.address
+    for start, data in read_blocks(file, part, b"\n", batch_bytes):
+        if reading.conversations is None:
+            texts = parse_by_arrow(data, reading.column)
+            if texts is not None:
+                yield texts
+                continue
+        rows = []
+        for line in data.split(b"\n"):
+            own = line.removeprefix(MARK)
+            if own and not own.isspace():
+                try:
+                    row = object_in(own, reading.errors)
+                    rows.append(None if row is None else _row_of(row, reading))
+                except DataError as error:
+                    before = chunks(decompressed(file, part.codec), start, batch_bytes)
+                    number = 1 + sum(chunk.count(b"\n") for chunk in before)
+                    raise DataError(f"{address}, line {number}: {error}") from error
+            start += len(line) + 1
+        yield pa.array(rows, reading.type)
+
+
+def read_json(
+    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The rows of a file that holds an array of objects, or one after the other.
+
+    A file whose first line is an object has lines, which are read faster.
+    """
+    data = chunks(decompressed(file, part.codec), math.inf, batch_bytes)
+    head = next(data, b"")
+    line = head.removeprefix(MARK).lstrip().partition(b"\n")[0]
+    if line.startswith(b"{"):
+        try:
+            object_in(line, "replace")
+        except DataError:
+            pass  # the object has several lines, or is the first of an error that is named below
+        else:
+            yield from read_json_lines(file, part, reading, batch_bytes)
+            return
+    rows = map(checked_object, values_in(chain([head], data)))
+    yield from _of_objects(rows, part, reading, batch_bytes)
+
+
+def read_csv(
+    file: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int, *, delimiter: str
+) -> Iterator[pa.Array]:
+    """The rows of a table whose first line names the columns (RFC 4180)."""
+    content = decompressed(file, part.codec)
+    lines = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+
+    def objects() -> Iterator[dict[str, str]]:
+        try:
+            names = next(rows, [])
+            if names:
+                schema = pa.schema([(name, pa.string()) for name in names])
+                text_columns(part.file.address, schema, reading)
+            for row in filter(None, rows):
+                if len(row) > len(names):
+                    raise DataError(f"has {len(row)} fields, {len(names)} columns are named")
+                yield dict(zip(names, row, strict=False))
+        except csv.Error as error:
+            raise DataError(f"ends at line {rows.line_num}: {error}") from error
+
+    yield from _of_objects(objects(), part, reading, batch_bytes)
+
+
+def _of_objects(
+    objects: Iterator[dict[str, Any]], part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The rows of objects, which are read one by one; errors are named by the number of one."""
+    rows: list[str | list[str] | None] = []
+    number, size = 0, 0
+    while True:
+        try:
+            number += 1
+            if (found := next(objects, None)) is None:
+                break
+            rows.append(row := _row_of(found, reading))
+        except DataError as error:
+            raise DataError(f"{part.file.address}, row {number}: {error}") from error
+        size += sum(map(len, row or ""))
+        if size >= batch_bytes:
+            yield pa.array(rows, reading.type)
+            rows, size = [], 0
+    yield pa.array(rows, reading.type)
+
+
+def _row_of(row: Mapping[str, Any], reading: Reading) -> str | list[str] | None:
+    """The text of a row or the pieces of its conversation, None if it is skipped.
+
+    Raises `DataError` that tells what is wrong with the row, but not which row it is.
+    """
+    if reading.conversations is not None:
+        pieces = reading.conversations.pieces(row, reading.errors)
+        learned = sum(map(len, pieces[1::2])) if pieces else 0
+        return pieces if learned >= max(1, reading.min_characters) else None
+    return text_of(_value_at(row, reading.column), f"column {reading.column!r}", reading.errors)
+
+
+def _value_at(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column, or that at a path of names such as `doc.text`; else `DataError`."""
+    value: Any = row
+    for name in column.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or name not in value:
+            break
+        value = value[name]
+    else:
+        return value
+    if column not in row:
+        raise _missing_column(column, row)
+    return row[column]
+
+
+def _missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
+    return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")
+
+
+def _type_at(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """The type of what `_value_at` finds, None if there is no such column."""
+    kind: pa.DataType = pa.struct(schema)
+    for name in column.split("."):
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return schema.field(column).type if column in schema.names else None
+        kind = kind.field(name).type
+    return kind
+
+
+def top_column(schema: pa.Schema, column: str) -> str:
+    """The column of a table that holds the one at a path."""
+    top = column.partition(".")[0]
+    return top if top in schema.names else column
+
+
+def _column_at(batch: pa.RecordBatch, column: str) -> pa.Array:
+    top = top_column(batch.schema, column)
+    array, path = batch.column(top), column.removeprefix(top).split(".")[1:]
+    return pc.struct_field(array, path) if path else array
+
+
+def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
+    """The columns to read; raises `DataError` that names the file if one is missing or no text."""
+    names, column, chats = schema.names, reading.column, reading.conversations
+    columns = [column] if chats is None else chats.columns_in(names, f"{address}: ")
+    for each in columns:
+        if names.count(each) > 1:
+            raise DataError(
+                f"{address}: has {names.count(each)} columns {each!r}; rename all but one"
+            )
+    if chats is not None:
+        return columns
+    kind = _type_at(schema, column)
+    if kind is None:
+        raise _missing_column(column, names, f"{address}: ")
+    value = kind.value_type if pa.types.is_dictionary(kind) or _is_list(kind) else kind
+    if not any(test(value) for test in HOLDS_TEXT):
+        raise DataError(f"{address}: column {column!r} is {kind}, not text")
+    return [column]
+
+
+def read_parquet(
+    source: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The rows of a range of row groups."""
+    import pyarrow.parquet as pq
+
+    address = part.file.address
+    with pq.ParquetFile(source, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES) as file:
+        columns = text_columns(address, file.schema_arrow, reading)
+        groups = range(file.num_row_groups)[part.start : part.stop]
+        row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+        for group in groups:
+            rows = _batch_rows(file.metadata, group, reading, batch_bytes)
+            for batch in file.iter_batches(
+                rows, row_groups=[group], columns=columns, use_threads=False
+            ):
+                yield from _rows(batch, reading, address, row)
+                row += batch.num_rows
+
+
+def text_bytes(metadata: Any, group: int, reading: Reading) -> int:
+    """The bytes of the texts of a row group of Parquet; of conversations, those of all columns."""
+    if reading.conversations is not None:
+        return int(metadata.row_group(group).total_byte_size)
+    return int(_text_chunk(metadata, group, reading.column).total_uncompressed_size)
+
+
+def _text_chunk(metadata: Any, group: int, column: str) -> Any:
+    # Not by the names of the chunks: to ask an encrypted one for anything ends the process.
+    paths = [metadata.schema.column(each).path for each in range(metadata.num_columns)]
+    # That of a list is longer, as it names the items as well.
+    index = next(n for n, path in enumerate(paths) if f"{path}.".startswith(f"{column}."))
+    return metadata.row_group(group).column(index)
+
+
+def _batch_rows(metadata: Any, group: int, reading: Reading, batch_bytes: int) -> int:
+    """How many rows of a row group have about `batch_bytes` of text."""
+    count = metadata.row_group(group).num_rows
+    rows: int = batch_bytes * count // max(1, text_bytes(metadata, group, reading))
+    most = BATCH_DOCUMENTS
+    # A dictionary has each text once, so that the rows may have far more.
+    if (
+        reading.conversations is not None
+        or _text_chunk(metadata, group, reading.column).has_dictionary_page
+    ):
+        most = DICTIONARY_ROWS
+    return max(1, min(most, rows))
+
+
+def read_arrow(
+    source: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
+) -> Iterator[pa.Array]:
+    """The rows of an IPC file, or of an IPC stream such as `datasets` writes."""
+    address = part.file.address
+    if isinstance(source, pa.OSFile) and part.file.bytes:
+        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
+        source = pa.BufferReader(pa.py_buffer(mapped))
+    is_file = source.read(6) == b"ARROW1"
+    opened = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    source.seek(0)
+    schema = opened(source).schema
+    if not schema.names:
+        return  # so `datasets` writes no rows at all
+    columns = text_columns(address, schema, reading)
+    fields = [schema.names.index(top_column(schema, column)) for column in columns]
+    source.seek(0)
+    reader = opened(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+    row = 0
+    for batch in batches:
+        count = batch.num_rows
+        rows = max(1, min(BATCH_DOCUMENTS, batch_bytes * count // max(1, batch.nbytes)))
+        for start in range(0, count, rows):
+            yield from _rows(batch.slice(start, rows), reading, address, row + start)
+        row += count
+
+
+def _rows(
+    batch: pa.RecordBatch, reading: Reading, address: str, first_row: int
+) -> Iterator[pa.Array]:
+    """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
+    # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
+    if reading.conversations is None:
+        array = as_bytes(_column_at(batch, reading.column))
+        if len(array) > 1 and array.nbytes > MAX_OFFSET:
+            half = len(array) // 2
+            yield from _rows(batch.slice(0, half), reading, address, first_row)
+            yield from _rows(batch.slice(half), reading, address, first_row + half)
+            return
+        texts = _as_texts(array)
+        if texts is not None:
+            yield texts
+            return
+        array.validate(full=True)
+    columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
+    rows = []
+    for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
+        try:
+            rows.append(_row_of(row, reading))
+        except DataError as error:
+            raise DataError(f"{address}, row {number}: {error}") from error
+    yield pa.array(rows, reading.type)
+
+
+def _as_texts(array: pa.Array) -> pa.StringArray | None:
+    """Bytes, or lists of them as lines, as strings; None if Python has to look at each."""
+    if _is_list(array.type):
+        if array.flatten().null_count:
+            return None
+        array = pc.binary_join(array.cast(pa.large_list(pa.binary())), b"\n")
+    return as_text(array.cast(pa.binary()))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

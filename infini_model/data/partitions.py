@@ -11,6 +11,7 @@ and nothing else, and neither the names nor the order of the files matter.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
@@ -99,9 +100,10 @@ class CommonSpec(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Consecutive row groups of a Parquet file, up to `stop`, and the bytes of their text."""
+    """Consecutive row groups of a Parquet file, up to `stop`, with their rows and bytes of text."""
 
     stop: int
+    rows: int
     bytes: int
 
 
@@ -137,10 +139,13 @@ def _pieces(
     """A file cut into ranges, each with the bytes of its text; some formats cannot be cut."""
     file, cut = part.file, cut_of(part, reading)
     if cut == "row groups":
-        start = 0
+        start, left = 0, math.inf if part.rows is None else part.rows
         for group in groups[file.fingerprint]:
-            yield part.model_copy(update={"start": start, "stop": group.stop}), group.bytes
-            start = group.stop
+            if left > 0:
+                place = {"start": start, "stop": group.stop}
+                rows = left if left < group.rows else None
+                yield part.model_copy(update={**place, "rows": rows}), group.bytes
+            start, left = group.stop, left - group.rows
     elif cut == "bytes":
         for start in range(0, max(1, file.bytes), target_bytes):
             stop = start + target_bytes
@@ -157,7 +162,8 @@ def _all_groups(
     """The row groups of Parquet files, by fingerprint, gathered to about `target_bytes`."""
     columns = reading.column if reading.conversations is None else "a conversation"
     keys = {
-        file.fingerprint: f"groups {file.fingerprint} {columns} {target_bytes}" for file in files
+        file.fingerprint: f"row groups {file.fingerprint} {columns} {target_bytes}"
+        for file in files
     }
     known = {fingerprint: facts.get(key) for fingerprint, key in keys.items()}
     new = {file.fingerprint: file for file in files if known[file.fingerprint] is None}
@@ -191,12 +197,13 @@ def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Grou
                 with file_errors(f"{file.address}: column {column!r}"):
                     next(whole.iter_batches(1, row_groups=[0], columns=[column]), None)
     gathered: list[_Groups] = []
-    size = 0
+    rows = size = 0
     for number in range(metadata.num_row_groups):
+        rows += metadata.row_group(number).num_rows
         size += text_bytes(metadata, number, reading)
         if size >= target_bytes or number == metadata.num_row_groups - 1:
-            gathered.append(_Groups(number + 1, size))
-            size = 0
+            gathered.append(_Groups(number + 1, rows, size))
+            rows = size = 0
     return gathered
 
 

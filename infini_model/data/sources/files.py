@@ -68,13 +68,14 @@ class FileRange(Record):
 
     `format` is one of `formats.FORMATS`, with the codec of a compressed file behind a dot. The unit
     is what the format is cut by: row groups, or bytes, where a document belongs to the range in
-    which it begins.
+    which it begins. Of row groups, no more than `rows` are read.
     """
 
     file: SourceFile
     format: str
     start: int = 0
     stop: int | None = None
+    rows: int | None = None
 
     @property
     def kind(self) -> str:

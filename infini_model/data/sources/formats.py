@@ -156,8 +156,7 @@ def content_of(part: FileRange) -> str:
 
 def bytes_of(part: FileRange) -> str:
     """The identity of the bytes of a range and of their format, however they are read."""
-    # In place of the last word stood a limit of rows; with it, partitions keep order and keys.
-    return f"{part.file.fingerprint} {part.format} {part.start} {part.stop} None"
+    return f"{part.file.fingerprint} {part.format} {part.start} {part.stop} {part.rows}"
 
 
 def check_rows(part: FileRange, reading: Reading) -> None:

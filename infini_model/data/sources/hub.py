@@ -21,8 +21,16 @@ import pyarrow as pa
 from infini_model.config import HubSource
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations
-from infini_model.data.sources.files import HUB, SourceFile, fingerprint, hub_errors
-from infini_model.data.sources.formats import format_of
+from infini_model.data.sources.files import (
+    HUB,
+    FileRange,
+    SourceFile,
+    file_errors,
+    fingerprint,
+    hub_errors,
+    open_source,
+)
+from infini_model.data.sources.formats import format_of, whole_file
 from infini_model.data.sources.rows import Reading, text_columns, top_column
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
@@ -84,13 +92,14 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
 
 def list_dataset(
     source: HubSource, raw_dir: Path, facts: FactCache, progress: OnProgress | None = None
-) -> list[SourceFile]:
+) -> list[FileRange]:
     """The files of a configuration and split, in the order in which `datasets` reads them.
 
     `source.repository` is a name on the hub, whose listing has the hashes of files, or a local
-    folder. Plain Parquet and JSON lines files stay where they are. Others, and what a `limit` may
-    end inside, are streamed to Parquet files below `raw_dir`, in a folder keyed by all that decides
-    the rows: a complete download is never repeated, a killed one resumes after its last file.
+    folder. Plain Parquet and JSON files stay where they are, of Parquet also the first ones that
+    have `limit` rows. Others, and what such a limit leaves of a single file, are streamed to
+    Parquet files below `raw_dir`, in a folder keyed by all that decides the rows: a complete
+    download is never repeated, a killed one resumes after its last file.
 
     Raises `DataError` for a name, configuration, split, revision or column that does not exist,
     `UnreachableError` if the hub does not answer, `UserError` on a full disk.
@@ -98,12 +107,38 @@ def list_dataset(
     commit = None
     if not Path(source.repository).is_dir():
         commit = pin_repository(source.repository, source.revision, "dataset")
-    paths = None if source.limit is not None else _plain_files(source, commit)
-    if paths is None:
+    ranges: list[FileRange] | None = None
+    if paths := _plain_files(source, commit):
+        if commit is None:
+            files = fingerprint(paths, facts)
+        else:
+            files = _describe(source.repository, commit, paths)
+        ranges = list(map(whole_file, files))
+    if ranges is not None and source.limit is not None:
+        ranges = _first_rows(ranges, source.limit)
+    if ranges is None:
         paths = _fetch(source, commit, raw_dir, progress)
-    elif commit is not None:
-        return _describe(source.repository, commit, paths)
-    return fingerprint(paths, facts)
+        ranges = list(map(whole_file, fingerprint(paths, facts)))
+    return ranges
+
+
+def _first_rows(files: Sequence[FileRange], limit: int) -> list[FileRange] | None:
+    """The files with the first rows, by their footers; None if that is a part of one file.
+
+    All of a file on the hub is fetched, so that of one alone the rows are better streamed.
+    """
+    import pyarrow.parquet as pq
+
+    found: list[FileRange] = []
+    while limit > 0 and len(found) < len(files):
+        part = files[len(found)]
+        if part.format != "parquet":
+            return None
+        with file_errors(part.file.address), open_source(part.file, whole=False) as opened:
+            rows = pq.read_metadata(opened).num_rows
+        found.append(part if rows <= limit else part.model_copy(update={"rows": limit}))
+        limit -= rows
+    return found if len(found) > 1 else None
 
 
 def _builder(source: HubSource, commit: str | None) -> Any:

@@ -56,8 +56,7 @@ def download(
     for name, source in config.named_sources.items():
         with named_settings(name):
             found = _list_source(source, output_dir / "raw", facts, progress)
-        given = source.format if isinstance(source, FilesSource) else None
-        listed[name] = [whole_file(file, given) for file in found]
+        listed[name] = found
     facts.save()
     return Listing(sources=listed)
 
@@ -75,7 +74,7 @@ def named_settings(source: str) -> Iterator[None]:
 
 def _list_source(
     source: Source, raw_dir: Path, facts: FactCache, progress: OnProgress | None
-) -> list[SourceFile]:
+) -> list[FileRange]:
     if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
@@ -86,7 +85,8 @@ def _list_source(
         for pattern in filter(is_store, source.paths)
         for file in list_objects(pattern, source.format)
     }
-    return [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
+    files = [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
+    return [whole_file(file, source.format) for file in files]
 
 
 def using_raw_files(output_dir: Path) -> AbstractContextManager[bool]:

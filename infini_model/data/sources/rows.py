@@ -261,13 +261,16 @@ def read_parquet(
         columns = text_columns(address, file.schema_arrow, reading)
         groups = range(file.num_row_groups)[part.start : part.stop]
         row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+        end = math.inf if part.rows is None else row + part.rows
         for group in groups:
             rows = _batch_rows(file.metadata, group, reading, batch_bytes)
             for batch in file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             ):
-                yield from _rows(batch, reading, address, row)
+                yield from _rows(batch.slice(0, min(end - row, len(batch))), reading, address, row)
                 row += batch.num_rows
+                if row >= end:
+                    return
 
 
 def text_bytes(metadata: Any, group: int, reading: Reading) -> int:

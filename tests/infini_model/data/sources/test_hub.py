@@ -11,12 +11,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import make_texts, write_parquet
+from corpora import make_texts, rows_of, write_parquet, write_rows
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
 from infini_model.config import HubSource
+from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.files import hub_errors
+from infini_model.data.sources.formats import content_of
 from infini_model.data.sources.hub import list_dataset
+from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
@@ -45,7 +48,9 @@ def login(token):
     os.environ["HF_TOKEN"] = token
 
 def ranges_of(files):
-    return [whole_file(SourceFile(**file)) for file in files]
+    rows = [file.pop("rows", None) for file in files]
+    ranges = [whole_file(SourceFile(**file)) for file in files]
+    return [part.model_copy(update={"rows": most}) for part, most in zip(ranges, rows)]
 
 def read(files):
     arrays = (array for part in ranges_of(files) for array in read_range(part, Reading()))
@@ -62,7 +67,8 @@ def listing(source, folder="", most=1 << 40):
 
     raw = pathlib.Path(folder or tempfile.mkdtemp())
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
-    return [one.model_dump() for one in list_dataset(HubSource(**source), raw, facts, progress)]
+    found = list_dataset(HubSource(**source), raw, facts, progress)
+    return [one.file.model_dump() | ({"rows": one.rows} if one.rows else {}) for one in found]
 
 def train(files):
     folder = pathlib.Path(tempfile.mkdtemp())
@@ -281,10 +287,10 @@ def test_a_limit_does_not_fetch_the_rest(large, ask, tmp_path):
 
 
 def test_a_killed_stream_goes_on_where_it_was(large, ask, client, tmp_path):
-    source = large | {"limit": 9000}
+    source = large | {"split": "all"}
     assert client("fetch", source, str(tmp_path), 7_000_000)[1] == "ValueError: killed"
     read, requests = ask("fetch", source, str(tmp_path))
-    assert read == ["a" * 1000] * 6000 + ["b" * 1000] * 3000
+    assert read == ["a" * 1000] * 6000 + ["b" * 1000] * 6000
     assert sent(requests) < 7_000_000
 
 
@@ -338,12 +344,12 @@ def test_what_does_not_exist_is_named_in_one_line(hub, repository, client, tmp_p
         ({"configuration": "other"}, "'other' not found. Available: ['main', 'lines']"),
         ({"repository": "team/choice"}, "pick one among the available configs: ['a', 'b']"),
         ({"split": "dev"}, "has no split 'dev'; it has: train, validation"),
-        ({"split": "dev", "limit": 5}, "Bad split: dev. Available splits: ['train', 'validation']"),
+        ({"split": "dev+train"}, "Bad split: dev+train. Available splits: ['train', 'validation']"),
         ({"column": "article", "limit": 5}, "has no column 'article'; it has: text, number, noise"),
         ({"repository": "team/damaged"}, "train.parquet: "),
-        ({"repository": "team/damaged", "limit": 5}, "dataset team/damaged: "),
+        ({"repository": "team/damaged", "limit": 5}, "train.parquet: "),
         ({"repository": "team/torn"}, "train.parquet: "),
-        ({"repository": "team/torn", "limit": 5}, "dataset team/torn: "),
+        ({"repository": "team/torn", "limit": 5}, "train.parquet: "),
     ):
         source = SOURCE | fields
         listed, error = client("listing", source, str(tmp_path))
@@ -412,14 +418,14 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("infini_model.data.sources.hub.FILE_BYTES", 2000)
     monkeypatch.setattr("infini_model.data.sources.hub.BATCH_ROWS", 7)
-    folder = tmp_path / "team"
-    write_parquet(folder / "train-0.parquet", TEXTS[:40])
-    write_parquet(folder / "train-1.parquet", TEXTS[40:])
+    for number, texts in enumerate((TEXTS[:40], TEXTS[40:])):
+        rows = [{"text": text} for text in texts]
+        folder = write_rows(tmp_path / "team" / f"train-{number}.jsonl", rows).parent
 
     def fetched(raw, progress=None, limit=60):
         source = HubSource(repository=str(folder), limit=limit)
         files = list_dataset(source, raw, FactCache(tmp_path / "kept.json"), progress)
-        return [text for file in files for text in pq.read_table(file.address)["text"].to_pylist()]
+        return rows_of(*files)
 
     def end(done, total):
         if done > 5000:
@@ -436,6 +442,33 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
         assert {path: path.stat().st_mtime_ns for path in there} == there
         assert len(list(raw.rglob("part-*.parquet"))) > len(there) + 1 > 1
     assert fetched(raw, limit=41) == TEXTS[:41]
+
+
+def test_of_parquet_files_those_with_the_first_rows_are_read_in_parts(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder, facts = tmp_path / "team", FactCache(tmp_path / "kept.json")
+    for number in range(3):
+        texts = TEXTS[number * 20 : number * 20 + 20]
+        write_parquet(folder / f"train-{number}.parquet", texts, row_group_size=3)
+
+    def planned(limit):
+        source = HubSource(repository=str(folder), limit=limit)
+        files = list_dataset(source, tmp_path / "raw", facts)
+        parts = plan_partitions(files, Reading(), 300, facts)
+        texts = rows_of(*(part for each in parts for part in each.ranges))
+        assert sorted(texts) == sorted(rows_of(*files)) == sorted(TEXTS[:limit])
+        return {content_of(part) for each in parts for part in each.ranges}
+
+    whole = planned(None)
+    assert len(whole) > 3
+    for limit in (21, 40, 41, 44, 59, 60, 1000):
+        # What is added by a larger limit is all that is new.
+        assert len(planned(limit) - whole) == (limit not in (40, 60, 1000))
+    assert not (tmp_path / "raw").exists()
+    planned(20)
+    assert list((tmp_path / "raw").glob("*/part-00000.parquet"))
 
 
 def test_a_tokenizer_is_fetched_or_named(hub, ask, client):

@@ -13,7 +13,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import pyarrow as pa
@@ -42,6 +42,8 @@ from infini_model.runtime.errors import DataError
 
 BATCH_DOCUMENTS = 1 << 16
 DICTIONARY_ROWS = 1 << 12
+# Columns that are named where the one that is asked for is missing.
+MOST_NAMES = 20
 # Otherwise Arrow loads the whole column of a row group at once.
 PARQUET_BUFFER_BYTES = 1 << 20
 HOLDS_TEXT = (
@@ -139,16 +141,16 @@ def read_csv(
     lines = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
 
-    def objects() -> Iterator[dict[str, str]]:
+    def objects() -> Iterator[dict[str, str | None]]:
         try:
             names = next(rows, [])
-            if names:
-                schema = pa.schema([(name, pa.string()) for name in names])
-                text_columns(part.file.address, schema, reading)
+            for name in filter(None, names):
+                if names.count(name) > 1:
+                    raise DataError(f"has {names.count(name)} columns {name!r}")
             for row in filter(None, rows):
                 if len(row) > len(names):
                     raise DataError(f"has {len(row)} fields, {len(names)} columns are named")
-                yield dict(zip(names, row, strict=False))
+                yield dict(zip_longest(names, row))
         except csv.Error as error:
             raise DataError(f"ends at line {rows.line_num}: {error}") from error
 
@@ -205,7 +207,10 @@ def _value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
-    return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")
+    names = list(present)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    shown = ", ".join(names[:MOST_NAMES]) or "none"
+    return DataError(f"{where}has no column {column!r}; it has: {shown}{more}")
 
 
 def _type_at(schema: pa.Schema, column: str) -> pa.DataType | None:

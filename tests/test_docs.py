@@ -208,7 +208,7 @@ def reader(
     tree["data"] |= {"name": "mine", "tokenizer": {"spec": "train", "vocab_size": 300}}
     tree["packing"]["context_length"] = 256
     few = {"trials": 1, "depths": [0.0, 30.0, 60.0, 90.0]}
-    tree["evaluation"] |= {"max_windows": 2, "passkey": few, "needles": few}
+    tree["evaluation"] |= {"max_windows": 2, "passkey": few}
     write_settings(folder / "mine.yaml", tree)
     write_llama(folder / "llama")
     (folder / "book.txt").write_text("river stone light")

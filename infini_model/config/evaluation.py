@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat
@@ -17,7 +16,6 @@ EvaluationTaskName = Literal[
     "loss_by_position",
     "likelihood_bound",
     "passkey",
-    "needles",
     "lm_eval",
     "sample",
 ]
@@ -59,12 +57,15 @@ class LmEvalConfig(Section):
 
 
 class PasskeyConfig(Section):
-    """The task passkey: a number, hidden in filler, is asked for at the end."""
+    """The task passkey: numbers, hidden in filler, are asked for at the end."""
 
     lengths: NonEmptyList[PositiveInt] = [1, 4]
     """Lengths of the sequences, in multiples of packing.context_length."""
     depths: NonEmptyList[Percent] = [5.0 * step for step in range(21)]
-    """Where the needle is: percent of the filler that stands before it."""
+    """Where a needle is: percent of the filler that stands before it."""
+    needles: Annotated[int, Field(ge=1, le=16)] = 1
+    """Needles in a sequence, at depths that take turns. Several belong to different people, and
+    each is asked for."""
     trials: PositiveInt = 10
     """Answers per length and depth."""
     digits: Annotated[int, Field(le=18, gt=0)] = 5
@@ -72,18 +73,6 @@ class PasskeyConfig(Section):
     filler: Literal["repeated", "random", "documents"] = "random"
     """What the needle is hidden in: the same five sentences over and over, random sentences, or
     documents of the dataset's test split."""
-
-
-class NeedlesConfig(PasskeyConfig):
-    """The task needles: several numbers in the same filler, each asked for."""
-
-    needles: Annotated[int, Field(ge=2, le=16)] = 4
-    """Needles in a sequence, at different depths."""
-
-    def conflicts(self) -> Iterator[str]:
-        depths = len(set(self.depths))
-        if self.needles > depths:
-            yield f"{self.needles} needles in a sequence need as many depths, got {depths}"
 
 
 class UnmaskingConfig(Section):
@@ -131,6 +120,5 @@ class EvaluationConfig(Section):
     loss_by_position: LossByPositionConfig = LossByPositionConfig()
     likelihood_bound: LikelihoodBoundConfig = LikelihoodBoundConfig()
     lm_eval: LmEvalConfig = LmEvalConfig()
-    needles: NeedlesConfig = NeedlesConfig()
     passkey: PasskeyConfig = PasskeyConfig()
     sample: SampleConfig = SampleConfig()

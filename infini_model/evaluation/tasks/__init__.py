@@ -15,7 +15,6 @@ TASKS: dict[EvaluationTaskName, tuple[str, str]] = {
     "likelihood_bound": ("bound", "LikelihoodBound"),
     "sample": ("sample", "Sample"),
     "passkey": ("passkey", "Passkey"),
-    "needles": ("passkey", "Needles"),
     "lm_eval": ("lm_eval", "LmEval"),
 }
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from infini_model.config.evaluation import NeedlesConfig, PasskeyConfig
+from infini_model.config.evaluation import PasskeyConfig
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import EvalContext, kept_or_computed
@@ -69,26 +69,21 @@ class Counts(NamedTuple):
 
 
 class Passkey(EvaluationTask):
-    """Hides a number in a long context and asks for it at the end."""
+    """Hides numbers in a long context and asks for them at the end."""
 
-    name, title = "passkey", "Pass keys"
-
-    def settings(self, context: EvalContext) -> PasskeyConfig:
-        """The settings of the task."""
-        return context.config.evaluation.passkey
+    title = "Pass keys"
 
     def sequences(self, context: EvalContext) -> int:
         """All haystacks."""
         if context.model.config.bidirectional:
             return 0
-        settings = self.settings(context)
+        settings = context.config.evaluation.passkey
         return len(set(settings.lengths)) * settings.trials * _haystacks(settings)
 
     def check(self, context: EvalContext) -> None:
         """Refuse lengths that are too short, and a filler that is missing."""
         if not context.model.config.bidirectional:
-            settings = self.settings(context)
-            Trials(context, self.name, settings).draw(min(settings.lengths), 0)
+            Trials(context).draw(min(context.config.evaluation.passkey.lengths), 0)
 
     def run(self, context: EvalContext) -> TaskResult:
         """Ask for the needles at all lengths and depths of the settings, drawn by the run's seed.
@@ -97,10 +92,9 @@ class Passkey(EvaluationTask):
         """
         if context.model.config.bidirectional:
             return TaskResult(section=NEEDS_CAUSAL)
-        settings = self.settings(context)
-        trials = Trials(context, self.name, settings)
+        settings, trials = context.config.evaluation.passkey, Trials(context)
         whole = settings.updated(lengths=[], trials=0).model_dump(mode="json")
-        folder = context.kept_folder(self.name, whole)
+        folder = context.kept_folder("passkey", whole)
         rows, depths = context.config.evaluation.batch_size, len(settings.depths)
 
         def counted(length: int, number: int) -> list[list[int]]:
@@ -118,11 +112,10 @@ class Passkey(EvaluationTask):
                 every.append(kept_or_computed(folder, f"{length}x-{number}", part))
                 context.on_windows(_haystacks(settings))
             measured[length] = Counts(*np.sum(every, axis=0))
-        return self._result(context, settings, measured)
+        return self._result(context, measured)
 
-    def _result(
-        self, context: EvalContext, settings: PasskeyConfig, measured: Mapping[int, Counts]
-    ) -> TaskResult:
+    def _result(self, context: EvalContext, measured: Mapping[int, Counts]) -> TaskResult:
+        settings = context.config.evaluation.passkey
         trained = context.config.packing.context_length
         found, exact, by_depth, rows = dict[str, Interval](), {}, [], []
         for length, counts in measured.items():
@@ -130,8 +123,8 @@ class Passkey(EvaluationTask):
             exact[length] = wilson(int(counts.exact.sum()), answers)
             # The sample is of answers, whose tokens are not independent.
             of_tokens = wilson(answers * float(counts.right.sum() / counts.tokens.sum()), answers)
-            found[f"evaluation/{self.name}_exact_match/{length * trained}"] = exact[length]
-            found[f"evaluation/{self.name}_token_accuracy/{length * trained}"] = of_tokens
+            found[f"evaluation/passkey_exact_match/{length * trained}"] = exact[length]
+            found[f"evaluation/passkey_token_accuracy/{length * trained}"] = of_tokens
             by_depth.append(counts.exact / counts.answers)
             worst = int(by_depth[-1].argmin())
             rows.append(
@@ -147,7 +140,7 @@ class Passkey(EvaluationTask):
             np.stack(by_depth, axis=1),
             [f"{length * trained:,}\n{length} x trained" for length in measured],
             settings.depths,
-            context.plots_dir / f"{self.name}.png",
+            context.plots_dir / "passkey.png",
             title=self.title,
             trained=sum(length <= 1 for length in measured),
         )
@@ -158,9 +151,9 @@ class Passkey(EvaluationTask):
         header = ("Tokens", "Whole answer right", "Tokens right", "Worst depth", "Answers")
         return TaskResult.of(
             found,
-            section=_section(context, settings, table(header, rows)),
+            section=_section(context, table(header, rows)),
             summary=[f"{self.title}: the model finds {', '.join(at)}."],
-            advice=_advice(context, self.name, exact),
+            advice=_advice(context, exact),
             pictures=[Picture(path=picture, caption=f"{self.title} found, by length and depth")],
             details={
                 "depths": settings.depths,
@@ -172,19 +165,9 @@ class Passkey(EvaluationTask):
         )
 
 
-class Needles(Passkey):
-    """Hides numbers of different people in a long context and asks for each of them."""
-
-    name, title = "needles", "Several needles"
-
-    def settings(self, context: EvalContext) -> PasskeyConfig:
-        """The settings of the task."""
-        return context.config.evaluation.needles
-
-
-def _section(context: EvalContext, settings: PasskeyConfig, grid: str) -> str:
-    needles = _needles(settings)
-    hidden = "A number is" if needles == 1 else f"{needles} numbers are"
+def _section(context: EvalContext, grid: str) -> str:
+    settings = context.config.evaluation.passkey
+    hidden = "A number is" if settings.needles == 1 else f"{settings.needles} numbers are"
     filler = {
         "repeated": "five sentences that repeat",
         "random": "random sentences",
@@ -203,7 +186,7 @@ def _section(context: EvalContext, settings: PasskeyConfig, grid: str) -> str:
     return "\n\n".join(parts)
 
 
-def _advice(context: EvalContext, task: str, exact: Mapping[int, Interval]) -> list[str]:
+def _advice(context: EvalContext, exact: Mapping[int, Interval]) -> list[str]:
     """What to do if not everything is found."""
     lost = [length for length, found in exact.items() if found.estimate < FOUND]
     if not lost:
@@ -215,13 +198,13 @@ def _advice(context: EvalContext, task: str, exact: Mapping[int, Interval]) -> l
         ]
     if exact[min(exact)].estimate < LOST:
         return [
-            f"Few needles of `{task}` are found at any length, as is usual for a model whose "
-            "training never asked for what stood far back: include such text in the training "
-            "data before judging the memory by it."
+            "Few pass keys are found at any length, as is usual for a model whose training never "
+            "asked for what stood far back: include such text in the training data before judging "
+            "the memory by it."
         ]
     return [
-        f"Needles of `{task}` get lost from {lost[0]} x the trained context on: train on longer "
-        "windows (`packing.context_length`)."
+        f"Pass keys get lost from {lost[0]} x the trained context on: train on longer windows "
+        "(`packing.context_length`)."
     ]
 
 
@@ -247,28 +230,23 @@ class Haystacks(NamedTuple):
     answers: Tensor
 
 
-def _needles(settings: PasskeyConfig) -> int:
-    """Needles in a haystack."""
-    return settings.needles if isinstance(settings, NeedlesConfig) else 1
-
-
 def _haystacks(settings: PasskeyConfig) -> int:
     """Haystacks of a trial: as many as it takes for every depth to occur."""
-    return -(-len(settings.depths) // _needles(settings))
+    return -(-len(settings.depths) // settings.needles)
 
 
 class Trials:
-    """Draws the trials of a task; all haystacks of a trial have the same filler."""
+    """Draws the trials; all haystacks of a trial have the same filler."""
 
-    def __init__(self, context: EvalContext, task: str, settings: PasskeyConfig) -> None:
+    def __init__(self, context: EvalContext) -> None:
         """Load the tokenizer.
 
         Raises `UserError` if the filler is the test split's documents and there are none.
         """
-        self._task, self._settings, self._seed = task, settings, context.config.run.seed
+        self._settings = settings = context.config.evaluation.passkey
+        self._seed = context.config.run.seed
         self._context_length = context.config.packing.context_length
-        needles = _needles(settings)
-        self._owners = [None] if needles == 1 else list(OWNERS[:needles])
+        self._owners = [None] if settings.needles == 1 else list(OWNERS[: settings.needles])
         tokenizer = load_dataset_tokenizer(context.dataset_dir)
         self._encode: Encode = lambda text: tokenizer.encode_batch([text]).ids.tolist()
         self._bos = tokenizer.bos_token_id
@@ -281,7 +259,7 @@ class Trials:
             test = open_split(context.dataset_dir, "test")
             if not test.documents:
                 raise UserError(
-                    f"evaluation.{task}.filler: documents, but the test split of "
+                    "evaluation.passkey.filler: documents, but the test split of "
                     f"{context.dataset_dir} has none; random and repeated need none"
                 )
             self._filler = partial(_documents, test)
@@ -312,7 +290,7 @@ class Trials:
             haystacks = build([filler] * len(depths), keys, places, room)
         except ValueError as error:
             raise UserError(
-                f"evaluation.{self._task}.lengths: {multiple} x packing.context_length is "
+                f"evaluation.passkey.lengths: {multiple} x packing.context_length is "
                 f"{length:,} tokens, but {error}"
             ) from error
         if self._bos is not None:

@@ -365,9 +365,6 @@ REFUSED = {
     ),
     "training.objective=masked_diffusion; model.window_sinks=1": "model.window_sinks: masked_diff",
     "evaluation.tasks=[sample, heat]": "evaluation.tasks.1: got 'heat': ",
-    "evaluation.needles={needles: 6, depths: [0, 50]}": (
-        "evaluation.needles: 6 needles in a sequence need as many depths"
-    ),
     "tracking={mlflow: false, registered_model: mine}": "tracking: registered_model needs mlflow",
     "data.sources={}": "data: sources is empty; name a source, or set data.source",
     "data.sources={a: {paths: [x], colum: y}}": (

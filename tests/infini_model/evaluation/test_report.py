@@ -141,7 +141,6 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
     ("task", "overrides", "named"),
     [
         ("passkey", {"evaluation.passkey.lengths": [9, 1]}, "evaluation.passkey.lengths: 1 x"),
-        ("needles", {"evaluation.needles.lengths": [9, 1]}, "evaluation.needles.lengths: 1 x"),
         ("lm_eval", {}, "evaluation.lm_eval.tasks: names no task"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Retrieval: what is drawn, what a model answers, and the tasks `passkey` and `needles`."""
+"""Retrieval: what is drawn, what a model answers, and the task `passkey`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tiny_models import draw_memory_parameters, tiny_config
 from torch import Tensor
 from trained_run import Made
 
-from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
@@ -163,7 +162,6 @@ def test_a_haystack_is_read_once_for_all_its_needles_in_chunks() -> None:
     assert max(read) <= PREFILL_TOKENS < sum(read)
 
 
-TASKS: list[EvaluationTaskName] = ["passkey", "needles"]
 METRICS = ("exact_match", "token_accuracy")
 SMALL = {
     "packing.context_length": 128,
@@ -171,11 +169,8 @@ SMALL = {
     "evaluation.passkey.depths": [0, 50, 100],
     "evaluation.passkey.trials": 2,
     "evaluation.passkey.lengths": [4, 2],
-    "evaluation.needles.depths": [0, 25, 50, 75, 100],
-    "evaluation.needles.trials": 1,
-    "evaluation.needles.needles": 2,
-    "evaluation.needles.lengths": [4],
 }
+SEVERAL = {"evaluation.passkey.needles": 2, "evaluation.passkey.depths": [0, 25, 50, 75, 100]}
 
 
 @pytest.fixture(scope="module")
@@ -184,41 +179,47 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def test_the_report_has_a_grid_with_intervals_and_a_picture(made: Made) -> None:
-    result, seen = made.evaluated(**{"evaluation.tasks": TASKS})
-    # Two lengths of two trials of three haystacks; three haystacks for five depths.
-    assert seen[-1] == (12 + 3, 12 + 3)
-    passkey = result.tasks["passkey"].details["lengths"]
-    assert list(passkey) == ["256", "512"]
-    assert passkey["512"]["answers"] == [2, 2, 2]
-    needles = result.tasks["needles"].details["lengths"]["512"]["answers"]
-    assert (sum(needles), set(needles)) == (6, {1, 2})
-    metrics = {
-        *(f"evaluation/passkey_{name}/{n}" for name in METRICS for n in (256, 512)),
-        *(f"evaluation/needles_{name}/512" for name in METRICS),
-    }
+    result, seen = made.evaluated(**{"evaluation.tasks": ["passkey"]})
+    # Two lengths of two trials of three haystacks.
+    assert seen[-1] == (12, 12)
+    lengths = result.tasks["passkey"].details["lengths"]
+    assert list(lengths) == ["256", "512"]
+    assert lengths["512"]["answers"] == [2, 2, 2]
+    metrics = {f"evaluation/passkey_{name}/{n}" for name in METRICS for n in (256, 512)}
     assert set(result.metrics) == set(result.intervals) == metrics
     for name, (low, high) in result.intervals.items():
         assert low <= result.metrics[name] <= high
     assert "![Pass keys found, by length and depth](plots/passkey.png)" in result.report.read_text()
-    assert (made.run_dir / "plots" / "needles.png").is_file()
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_one_more_length_costs_only_itself(made: Made, task: EvaluationTaskName) -> None:
+def test_several_needles_are_at_all_depths(made: Made) -> None:
+    result = made.result("passkey", **SEVERAL)
+    assert result.section.startswith("2 numbers are hidden in random sentences")
+    answers = result.details["lengths"]["512"]["answers"]
+    # Two trials of three haystacks, for five depths.
+    assert (sum(answers), min(answers)) == (12, 2)
+
+
+def test_more_needles_than_depths_stand_side_by_side(made: Made) -> None:
+    result = made.result("passkey", **SEVERAL | {"evaluation.passkey.depths": [50]})
+    assert result.details["lengths"]["512"]["answers"] == [4]
+
+
+@pytest.mark.parametrize("changes", [{}, SEVERAL], ids=["one", "several"])
+def test_one_more_length_costs_only_itself(made: Made, changes: dict[str, Any]) -> None:
     folder = made.run_dir / "evaluation"
     shutil.rmtree(folder, ignore_errors=True)  # what other tests have finished
-    made.result(task)
-    kept = {path: path.stat().st_mtime_ns for path in folder.rglob(f"{task}-*/*.json")}
-    made.result(task, **{f"evaluation.{task}.lengths": [2, 3, 4, 9]})
+    made.result("passkey", **changes)
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("passkey-*/*.json")}
+    made.result("passkey", **changes, **{"evaluation.passkey.lengths": [2, 3, 4, 9]})
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert len([*folder.rglob(f"{task}-*/*.json")]) > len(kept)
-    assert len({path.parent for path in folder.rglob(f"{task}-*/*.json")}) == 1
+    assert len([*folder.rglob("passkey-*/*.json")]) > len(kept)
+    assert len({path.parent for path in folder.rglob("passkey-*/*.json")}) == 1
 
 
 def test_the_seed_decides_what_is_asked(made: Made) -> None:
     def drawn(seed: int) -> list[torch.Tensor]:
-        context = made.context(**{"run.seed": seed})
-        trials = Trials(context, "passkey", context.config.evaluation.passkey)
+        trials = Trials(made.context(**{"run.seed": seed}))
         return [*trials.draw(2, 0)[0], *trials.draw(2, 1)[0]]
 
     once, again, other = drawn(0), drawn(0), drawn(1)
@@ -229,8 +230,7 @@ def test_the_seed_decides_what_is_asked(made: Made) -> None:
 
 def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_path: Path) -> None:
     documents = {"evaluation.passkey.filler": "documents"}
-    context = made.context(**documents)
-    trials = Trials(context, "passkey", context.config.evaluation.passkey)
+    trials = Trials(made.context(**documents))
     tokenizer, test = load_tokenizer("bytes"), open_split(made.dataset, "test")
     texts = [tokenizer.decode(test.document(number)) for number in range(test.documents)]
     for body in trials.draw(4, 0)[0].bodies:

@@ -133,9 +133,10 @@ def compare(asked: Invocation) -> None:
     if asked.config.comparison.sweep:
         _run_flow("compare", asked)
         return
-    from flows.print_comparison import show_comparison
+    from flows.print_comparison import print_comparison
+    from infini_model.evaluation.compare import compare
 
-    show_comparison(asked.config, named)
+    print_comparison(compare(named))
 
 
 OutputDir = Annotated[

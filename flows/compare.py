@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect import flow, get_run_logger
+from prefect.artifacts import TableArtifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.parameters import form, settings
 from flows.pipeline import complete_run
 from flows.presets import Invocation
-from flows.print_comparison import show_comparison
+from flows.print_comparison import comparison_rows, comparison_sentences, print_comparison
 from flows.runs import named_runs
 from flows.sweep import runs_of
 from infini_model.config import Config, validate
 from infini_model.config.tree import MODEL_SPEC
+from infini_model.evaluation.compare import compare as compare_runs
 from infini_model.runtime.claims import free_name
 from infini_model.runtime.errors import DataError, StageError
 from infini_model.runtime.runs import is_finished, read_evaluation
@@ -48,7 +50,7 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
 
     Finished runs of the sweep are reused, and an interrupted one is resumed. A run that fails does
-    not keep the others from being run and compared. Returns the path of the comparison.
+    not keep the others from being run and compared. Returns the run folders.
 
     Raises `StageError` at the end if a run has failed.
     """
@@ -61,14 +63,19 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
     if not folders:
         raise StageError("; ".join(failures))
-    file = show_comparison(config, folders, failures)
-    name_flow_run(file.parent.name, f"comparison:{file.parent.name}")
-    artifacts.show_report("comparison", file, [], f"{FIRST}: what came out, also in {file}")
+    comparison = compare_runs(folders, failures)
+    print_comparison(comparison)
+    found = "\n\n".join([f"{FIRST}: what came out", *comparison_sentences(comparison)])
+    table = TableArtifact(table=comparison_rows(comparison), description=found)
+    artifacts.show("comparison", table)
     if failures:
         names = ", ".join(each.name for each in swept if each.failure)
-        raise StageError(f"{len(failures)} of {len(swept)} runs failed: {names}; {file} says why")
-    message = f"{len(folders)} runs compared · {file}"
-    return Completed(message=message, data={"markdown": str(file)})
+        raise StageError(
+            f"{len(failures)} of {len(swept)} runs failed: {names}; the comparison says why"
+        )
+    return Completed(
+        message=f"{len(folders)} runs compared", data={"run_dirs": list(map(str, folders))}
+    )
 
 
 def _run_sweep(asked: Invocation) -> Iterator[Swept]:

@@ -127,8 +127,6 @@ def _training_results(lines: Sequence[Line]) -> dict[str, float]:
     results: dict[str, float] = {}
     for line in lines:
         results["steps"] = line["step"]
-        if "validation/loss" in line:
-            results["validation/loss"] = line["validation/loss"]
     timed = [
         (line["train/tokens_per_second"], line.get("train/step_seconds", 0.0))
         for line in lines
@@ -138,11 +136,6 @@ def _training_results(lines: Sequence[Line]) -> dict[str, float]:
         results["tokens"] = sum(round(rate * seconds) for rate, seconds in timed)
         results["tokens per second"] = statistics.median(rate for rate, _ in timed)
     return results
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of at least one value, the lowest and the highest."""
-    return statistics.fmean(values), min(values), max(values)
 
 
 class Group(NamedTuple):
@@ -159,11 +152,6 @@ class Group(NamedTuple):
         """
         best_last = sorted(self.runs, key=lambda run: (run.loss is None, run.progress != ""))[::-1]
         return {run.seed: run for run in best_last}
-
-    def values(self, metric: str) -> list[float]:
-        """A metric over the seeds that have it."""
-        runs = self.samples.values()
-        return [run.results[metric] for run in runs if metric in run.results]
 
 
 class Difference(NamedTuple):
@@ -182,7 +170,6 @@ class Comparison(NamedTuple):
             can be.
         differing: The settings that are not the same in all runs: value by run, None if it has no
             such setting.
-        groups: The runs by their settings.
         differences: Of all groups that can be compared with that of the first evaluated run.
         notes: One line for each run that could not be read, is not finished or is not compared,
             with the reason.
@@ -190,7 +177,6 @@ class Comparison(NamedTuple):
 
     runs: list[ComparedRun]
     differing: dict[str, list[str | None]]
-    groups: list[Group]
     differences: list[Difference]
     notes: list[str]
 
@@ -199,11 +185,6 @@ class Comparison(NamedTuple):
         """The runs by name, or by folder where names are not unique."""
         names = [run.name for run in self.runs]
         return names if len(set(names)) == len(names) else [str(run.run_dir) for run in self.runs]
-
-    @property
-    def has_seeds(self) -> bool:
-        """Whether there are several seeds of the same settings."""
-        return any(len(group.samples) > 1 for group in self.groups)
 
 
 def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Comparison:
@@ -251,9 +232,7 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
         notes += [f"{r.name}: no other run has its seed, {r.seed}: not compared" for r in alone]
         runs = [run for run in compared if run.seed in seeds]
         differing = _differing(runs)
-        kept = [Group(each.label, [r for r in each.runs if r in runs]) for each in groups]
-        groups = [group for group in kept if group.runs]
-    return Comparison(runs, differing, groups, differences, notes)
+    return Comparison(runs, differing, differences, notes)
 
 
 def _differing(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:

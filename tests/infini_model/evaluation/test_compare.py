@@ -1,20 +1,19 @@
 """Runs side by side: real runs of a few steps, and changed copies of them."""
 
 import json
-import re
 import shutil
+import statistics
 
 import pytest
 import yaml
 from trained_run import settings
 
+from flows.print_comparison import comparison_rows, comparison_sentences, print_comparison
 from infini_model.data.manifest import read_manifest
 from infini_model.evaluation.compare import compare
-from infini_model.evaluation.comparison_page import comparison_name, write_comparison
 from infini_model.evaluation.report import evaluate_run
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.train import train
 
 LOSS = "evaluation/validation_loss"
@@ -75,14 +74,14 @@ def copied(run_dir, to, **changes):
 
 def test_seeds_of_the_same_settings_are_one_group_and_are_compared_in_pairs(seeds):
     comparison = compare(seeds)
-    assert [group.label for group in comparison.groups] == ["memory=linear", "memory=none"]
     assert comparison.differing == {
         "run.seed": ["0", "1", "0", "1"],
         "model.memory": ["linear", "linear", "none", "none"],
     }
     losses = [recorded(run_dir)[LOSS] for run_dir in seeds]
-    assert sorted(comparison.groups[0].values(LOSS)) == sorted(losses[:2])
     (difference,) = comparison.differences
+    labels = difference.group.label, difference.control.label
+    assert labels == ("memory=none", "memory=linear")
     assert difference.by_seed == pytest.approx({0: losses[2] - losses[0], 1: losses[3] - losses[1]})
     assert comparison.notes == []
 
@@ -92,29 +91,56 @@ def test_results_are_those_of_the_evaluation_and_of_the_training(seeds):
     assert recorded(seeds[0]).items() <= run.results.items()
     assert run.results["steps"] == 3
     assert run.results["tokens"] == 3 * 2 * 32
-    last = [line for line in read_metrics(seeds[0]) if "validation/loss" in line][-1]
-    assert run.results["validation/loss"] == last["validation/loss"]
     assert run.results["tokens per second"] > 0
 
 
-def test_the_page_has_all_results_of_each_run_and_of_the_seeds_and_is_all_that_is_written(
-    seeds, tmp_path
+def test_a_row_has_the_settings_that_differ_and_results_with_their_intervals(
+    seeds, tmp_path, capsys
 ):
-    file = write_comparison(compare(seeds), tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
-    text = file.read_text()
-    assert "| `model.memory` | `linear` | `linear` | `none` | `none` |" in text
-    of_seeds = [f"{recorded(run_dir)[LOSS]:,.4f}" for run_dir in seeds[:2]]
-    mean = sum(recorded(run_dir)[LOSS] for run_dir in seeds[:2]) / 2
-    assert f"| {mean:,.4f} ({min(of_seeds)} to {max(of_seeds)}) |" in text
-    rows = re.findall(r"^\| `(\S+)`", text.partition("## Results by run")[2], re.MULTILINE)
-    are_losses = [name.endswith("loss") for name in rows]
-    assert are_losses == sorted(are_losses, reverse=True)
-    assert rows[0] == LOSS
-    by_run = text.partition("## Results by run")[2].splitlines()
-    for metric, value in recorded(seeds[3]).items():
-        (row,) = (line for line in by_run if f"`{metric}`" in line)
-        assert row.split(" | ")[4].startswith(f"{value:,.4f}")
+    far = {"evaluation/test_loss_from_segment_2": 1.5}
+    runs = [copied(run_dir, tmp_path / run_dir.name) for run_dir in seeds]
+    for run_dir in runs:
+        record = json.loads((run_dir / "evaluation.json").read_text())
+        record["metrics"] |= far
+        record["intervals"] = dict.fromkeys(far, (1.25, 1.75))
+        (run_dir / "evaluation.json").write_text(json.dumps(record))
+    comparison = compare(runs)
+    print_comparison(comparison)
+    header, *printed = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["Run", "run.seed", "model.memory"]
+    for run_dir, row, line in zip(runs, comparison_rows(comparison), printed, strict=False):
+        memory, seed = run_dir.name.split("-")
+        assert (row["Run"], row["run.seed"], row["model.memory"]) == (run_dir.name, seed, memory)
+        assert row["Validation loss"] == f"{recorded(run_dir)[LOSS]:,.4f}"
+        assert row["Test from segment 2"] == "1.5000 (1.2500 to 1.7500)"
+        assert row["Steps"] == "3"
+        assert all(value in line for value in row.values())
+
+
+def test_a_sentence_says_what_several_seeds_found_and_that_one_says_little(seeds):
+    losses = [recorded(run_dir)[LOSS] for run_dir in seeds]
+    by_seed = [losses[2] - losses[0], losses[3] - losses[1]]
+    mean = statistics.fmean(by_seed)
+    (sentence,) = comparison_sentences(compare(seeds))
+    assert sentence.startswith("The validation loss of memory=none is ")
+    assert f"{abs(mean):.4f} {'lower' if mean < 0 else 'higher'} than" in sentence
+    assert f"over 2 seeds ({min(by_seed):+.4f} to {max(by_seed):+.4f})" in sentence
+    sentence, warning = comparison_sentences(compare([seeds[0], seeds[2]]))
+    assert sentence.endswith("that of memory=linear, with the same seed.")
+    assert warning.startswith("One seed each says little")
+
+
+def test_many_settings_that_differ_are_lines_below_the_table(seeds, tmp_path):
+    changes = {"adam_epsilon": 0.5, "max_grad_norm": 0.25, "learning_rate": 0.125}
+    other = copied(seeds[2], tmp_path / "other", training=changes)
+    comparison = compare([seeds[0], other], ["third: failed"])
+    assert "model.memory" in comparison_rows(comparison)[0]
+    other = copied(other, tmp_path / "another", training={"weight_decay": 0.75})
+    comparison = compare([seeds[0], other], ["third: failed"])
+    assert "model.memory" not in comparison_rows(comparison)[0]
+    lines = [*comparison_sentences(comparison)]
+    assert lines[-6] == "third: failed"
+    assert "model.memory: linear; none" in lines[-5:]
 
 
 @pytest.mark.parametrize(
@@ -135,13 +161,11 @@ def test_why_a_loss_is_not_compared_and_has_no_column(seeds, tmp_path, of, chang
     assert comparison.differences[0].by_seed == without.differences[0].by_seed
     assert comparison.runs == without.runs
     assert comparison.differing == without.differing
-    losses = [[group.values(LOSS) for group in each.groups] for each in (comparison, without)]
-    assert losses[0] == losses[1]
 
 
 def test_two_runs_of_one_seed_are_not_two_samples(seeds, tmp_path):
     comparison = compare([seeds[0], copied(seeds[0], tmp_path / "again"), seeds[2]])
-    assert not comparison.has_seeds
+    assert [[*each.by_seed] for each in comparison.differences] == [[0]]
     assert comparison.names == ["linear-0", "none-0"]
 
 
@@ -181,11 +205,3 @@ def test_a_run_that_is_not_evaluated_or_cannot_be_read_does_not_hide_the_others(
     assert difference.by_seed.keys() == {0}
     with pytest.raises(UserError, match="not a run folder"):
         compare([tmp_path])
-
-
-def test_names_of_comparisons_tell_sets_of_runs_apart():
-    assert comparison_name(["one", "two"]) == "one-vs-two"
-    many = [f"debug-memory-linear-seed-{number}" for number in range(9)]
-    assert re.fullmatch(r"debug-memory-linear-seed-0-and-8-more-\w{8}", comparison_name(many))
-    assert comparison_name(many) != comparison_name([*many[1:], "debug-memory-linear-seed-9"])
-    assert len(comparison_name(["x" * 200, "y" * 200])) < 120

@@ -343,8 +343,8 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         )
     if given["skip_preprocessing"] and data.folder is None:
         newest = {"data": {"folder": run.datasets_store or str(run.datasets_dir)}}
-        preset, advanced = asked.parameters["preset"], asked.parameters["advanced"] or {}
-        return Invocation.of([] if preset is None else [preset], None, merge(advanced, newest))
+        presets, advanced = asked.parameters["preset"] or [], asked.parameters["advanced"] or {}
+        return Invocation.of(presets, None, merge(advanced, newest))
     return asked
 
 

@@ -20,7 +20,7 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 from pydantic_core import MISSING
 
-from flows.presets import DEFAULT_PRESET, Invocation, preset_choices
+from flows.presets import DEFAULT_PRESET, Invocation, preset_names
 from flows.serving import engine
 from infini_model.config import Config, check_typed, load_config, merge, nested
 from infini_model.runtime.claims import resume_config
@@ -155,9 +155,13 @@ def resolve(*given: Any, **named: Any) -> Config:
 
 
 def invoked(
-    preset: str | None = DEFAULT_PRESET, advanced: Mapping[str, Any] | None = None, **named: Any
+    preset: str | list[str] | None = DEFAULT_PRESET,
+    advanced: Mapping[str, Any] | None = None,
+    **named: Any,
 ) -> Invocation:
     """Resolve a flow's parameters; without a preset, over the library's defaults.
+
+    `preset` is a name, as in the form, or a list of names, as a command line hands them on.
 
     Raises `ConfigError` in one line if a value is invalid, or is given twice, or two exclude each
     other.
@@ -177,7 +181,8 @@ def invoked(
     if "resume" in given:
         return Invocation({}, _resumed(changes))
     typed = functools.reduce(merge, changes, dict[str, Any]())
-    return Invocation.of([] if preset is None else [str(preset)], None, typed)
+    presets = preset if isinstance(preset, list) else [] if preset is None else [preset]
+    return Invocation.of([str(name) for name in presets], None, typed)
 
 
 def _change(name: str, value: Any) -> Tree:
@@ -272,7 +277,7 @@ def _parameter(name: str, schema: Tree, description: str) -> Any:
 
 
 def _annotations(flow_name: str) -> dict[str, Any]:
-    presets: Tree = {"type": "string", "enum": preset_choices()}
+    presets: Tree = {"type": "string", "enum": list(preset_names())}
     advanced = _json_editor(_tree_schema())
     annotations = {
         "preset": _parameter(
@@ -280,8 +285,8 @@ def _annotations(flow_name: str) -> dict[str, Any]:
             presets,
             "Laid over the settings of the run; empty for the run's own."
             if flow_name in EVALUATE
-            else "Source of all settings left empty. `+stable` adds the settings that avoid NaN "
-            "losses.",
+            else "Source of all settings left empty. stable, a remedy for NaN losses, applies over "
+            "quickstart.",
         )
     }
     for name in settings_of(flow_name):

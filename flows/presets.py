@@ -1,9 +1,8 @@
 """The presets: complete settings to start from, and remedies that apply over any settings.
 
 A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: alone
-it applies over the default preset, else over the others and over a file. The presets that a
-configuration started from are written `arxiv+stable`, in `run.preset` as in the form. `???` stands
-for what only the user can name.
+it applies over the default preset, else over the others and over a file. `run.preset` records those
+that a configuration started from, as `arxiv-stable`. `???` stands for what only the user can name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.storage import content_key
 
 DEFAULT_PRESET = "quickstart"
-JOIN = "+"
 _FOLDER = Path(str(files("deployments"))) / "presets"
 
 
@@ -40,12 +38,6 @@ def remedy_names() -> tuple[str, ...]:
     return tuple(name for name in preset_names() if "data" not in _read(name))
 
 
-def preset_choices() -> list[str]:
-    """The choices of a form: each preset, then each complete one with each remedy."""
-    whole = [name for name in preset_names() if name not in remedy_names()]
-    return [*preset_names(), *(f"{one}{JOIN}{over}" for one in whole for over in remedy_names())]
-
-
 @dataclass(frozen=True)
 class Invocation:
     """What a command line asks for: the parameters of a flow, and the settings that they mean."""
@@ -59,11 +51,10 @@ class Invocation:
 
         Raises as `configure` does.
         """
-        preset = JOIN.join(presets) or None
         if file is not None:
-            preset, typed = None, merge(_layered(presets, file), _named(typed))
-        parameters = {"preset": preset, "advanced": dict(typed) or None}
-        return cls(parameters, configure([] if preset is None else [preset], overrides=[typed]))
+            presets, typed = [], merge(_layered(presets, file), _named(typed))
+        parameters = {"preset": list(presets) or None, "advanced": dict(typed) or None}
+        return cls(parameters, configure(presets, overrides=[typed]))
 
 
 def configure(
@@ -73,8 +64,7 @@ def configure(
 ) -> Config:
     """The settings of the presets, the file, the remedies and the overrides, in that order.
 
-    Each applies over those before it; `arxiv+stable` is two presets. Without presets or a file, the
-    library's defaults.
+    Each applies over those before it. Without presets or a file, the library's defaults.
 
     Raises `ConfigError` in one line for an unknown preset, for what a preset leaves to the user and
     nobody gave, and for whatever `load_config` rejects.
@@ -86,7 +76,7 @@ def configure(
 
 def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:
     """The tree of the presets, the file over them and the remedies over both, with its origin."""
-    names = [name for preset in presets for name in preset.split(JOIN)]
+    names = list(presets)
     if names and set(names) <= set(remedy_names()) and file is None:
         names.insert(0, DEFAULT_PRESET)
     trees = {name: _read(name) for name in names}
@@ -99,7 +89,7 @@ def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:
         tree = merge(tree, _named(own))
     for name in (each for each in trees if each in remedy_names()):
         tree = _over(tree, trees[name])
-    return merge(tree, {"run": {"preset": JOIN.join(dict.fromkeys(names))}}) if names else tree
+    return merge(tree, {"run": {"preset": "-".join(dict.fromkeys(names))}}) if names else tree
 
 
 def _named(change: Mapping[str, Any]) -> Mapping[str, Any]:

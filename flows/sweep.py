@@ -83,10 +83,10 @@ def _dimension(text: str) -> Dimension:
 
 def _variant(asked: Invocation, values: dict[str, Any]) -> Config:
     """The settings of a run with these values."""
-    preset, advanced = asked.parameters["preset"], asked.parameters["advanced"] or {}
+    presets, advanced = asked.parameters["preset"] or [], asked.parameters["advanced"] or {}
     changes = [advanced, *itertools.starmap(nested, values.items())]
     changes += [nested("comparison", {"runs": [], "sweep": []})]
-    config = configure([] if preset is None else [preset], overrides=changes)
+    config = configure(presets, overrides=changes)
     for key in values:
         if key.partition(".")[0] in SHARED_SECTIONS and key != SEED:
             raise ConfigError(f"{key}: cannot be swept; it is the same for all runs of a sweep")

@@ -54,7 +54,9 @@ def first_name() -> str:
     whole = given.get("advanced")
     run = whole.get("run") if isinstance(whole, Mapping) else None
     recorded = (run.get("name"), run.get("preset")) if isinstance(run, Mapping) else ()
-    known = *map(given.get, ("name", "resume", "run", "preset")), *recorded, "custom"
+    preset = given.get("preset")
+    presets = "-".join(preset) if isinstance(preset, list) else preset
+    known = *map(given.get, ("name", "resume", "run")), presets, *recorded, "custom"
     return f"{flow_run.get_flow_name()} {next(filter(None, known))}"
 
 

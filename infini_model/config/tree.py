@@ -125,7 +125,7 @@ class RunConfig(Section):
     """Name of the run folder in runs/; null (default) resumes an interrupted run of the same
     settings or numbers a new one after the preset."""
     preset: str | None = None
-    """Preset the settings are based on."""
+    """Presets the settings are based on, with hyphens between several."""
     chosen_for: str | None = None
     """Key of the typed settings for which infini run chose the preset; infini run sets it, so that
     the same command resumes."""

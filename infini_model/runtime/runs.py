@@ -135,7 +135,7 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 def name_prefix(config: Config) -> str:
     """What the name of a run begins with that the user does not name."""
-    return (config.run.preset or "run").replace("+", "-")  # arxiv+stable: a name has no plus sign
+    return config.run.preset or "run"
 
 
 def latest_run(config: Config) -> Path:

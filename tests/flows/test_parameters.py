@@ -14,7 +14,7 @@ from prefect.utilities.schema_tools import validate
 from prefect.utilities.schema_tools.validation import ValidationError
 
 from flows.parameters import resolve, settings_of
-from flows.presets import configure, preset_choices
+from flows.presets import configure, preset_names
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, DeviceError
 from tasks.checks import check_gpus_of_evaluation
@@ -45,7 +45,7 @@ def test_the_form_has_a_plain_input_for_each_setting_of_the_flow(name: str) -> N
         # Neither a choice of types nor a default of null.
         assert field["type"] in ("string", "integer", "number", "boolean", "array", "object")
         assert "anyOf" not in field
-    assert fields["preset"]["enum"] == preset_choices()
+    assert fields["preset"]["enum"] == list(preset_names())
     defaults = {key: field["default"] for key, field in fields.items() if "default" in field}
     # A run is evaluated with its own settings, unless a preset is chosen.
     assert defaults == ({} if name == "evaluate" else {"preset": "quickstart"})
@@ -86,6 +86,8 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
         return dict(zip(("__prefect_kind", "value"), ("json", *value), strict=False))
 
     assert resolve("debug", wrapped()) == configure(["debug"])
+    stable = configure(["debug", "stable"])
+    assert resolve(["debug", "stable"]) == resolve(wrapped('["debug", "stable"]')) == stable
     section = {"training": wrapped('{"warmup_steps": 3}'), "run": {"seed": wrapped("7")}}
     assert resolve(
         wrapped('"debug"'), section, steps=wrapped("9"), documents=[wrapped('"a.txt"')]
@@ -163,7 +165,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("preset", "overrides"),
     [
-        *((preset, ()) for preset in (*preset_choices(), None)),
+        *((preset, ()) for preset in (*preset_names(), None)),
         ("arxiv", ("data.source={kind: files, paths: [a.jsonl]}", "training.epochs=2.5")),
         ("debug", ("model.head_dim=16", "evaluation.sample.top_k=null", "run.seed=3")),
         # What is set beside initial weights counts even where it is the default.

@@ -57,10 +57,6 @@ class TrainingConfig(Section):
     """What the model learns: causal predicts each next token; masked_diffusion (LLaDA) fills in
     masked tokens and generates in any order; block_diffusion does so in each segment, and reads
     those before it from the memory."""
-    diffusion_noise: Literal["count", "time"] = "count"
-    """How masked_diffusion masks a window, and block_diffusion a segment: count draws the number of
-    masked tokens, evenly over the windows; time is LLaDA's form, which masks each token with a
-    drawn probability. Both bound the same likelihood; count has a third of the variance."""
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Passes over the training split, such as 3 or 0.5; set this or max_steps. Converted to steps
     when training starts."""

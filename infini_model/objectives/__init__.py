@@ -23,7 +23,6 @@ def make_objective(config: Config) -> Objective:
     mask = config.model.mask_token_id
     if mask is None:
         raise ConfigError(f"model.mask_token_id: missing; {config.training.objective} needs one")
-    seed, noise = config.run.seed, config.training.diffusion_noise
     if config.training.objective == "block_diffusion":
-        return BlockDiffusion(seed, mask, config.model.segment_length, noise)
-    return MaskedDiffusion(seed, mask, noise)
+        return BlockDiffusion(config.run.seed, mask, config.model.segment_length)
+    return MaskedDiffusion(config.run.seed, mask)

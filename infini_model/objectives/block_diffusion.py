@@ -17,17 +17,15 @@ from torch import Tensor
 
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
-from infini_model.objectives.masked_diffusion import MaskedDiffusion, Noise
+from infini_model.objectives.masked_diffusion import MaskedDiffusion
 from infini_model.objectives.objective import Inputs
 
 
 class BlockDiffusion(MaskedDiffusion):
     """Masked diffusion of each segment, with noise of its own, given the segments before it."""
 
-    def __init__(
-        self, seed: int, mask_token_id: int, segment_length: int, noise: Noise = "count"
-    ) -> None:
-        super().__init__(seed, mask_token_id, noise)
+    def __init__(self, seed: int, mask_token_id: int, segment_length: int) -> None:
+        super().__init__(seed, mask_token_id)
         self.block_length = segment_length
 
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:

@@ -1,13 +1,10 @@
 """Masked diffusion (LLaDA, arXiv 2502.09992): fill in the masked tokens of a window.
 
-Of a window of L tokens some are masked, and a bidirectional model predicts them from all others, at
-their own positions. Weighted as follows, the expected sum of the losses of masked tokens is an
-upper bound of the window's negative log-likelihood:
-
-- `count` draws how many tokens are masked, l from 1 to L, and weights each by L / l (equation 6).
-  Over the windows of a batch l is spread evenly, which leaves a third of the variance.
-- `time` masks each token with probability p = (1 - ε) t + ε, t uniform in [0, 1), and weights each
-  by 1 / p (equation 3, and algorithm 1).
+Of a window of L tokens l are masked, l drawn from 1 to L, and a bidirectional model predicts them
+from all others, at their own positions. With each loss weighted by L / l, the expected sum is an
+upper bound of the window's negative log-likelihood (equation 6). Masking each token with a drawn
+probability (equation 3) has the same expectation; but l can be spread evenly over the windows of a
+batch, which leaves a third of the variance.
 
 The sum is divided by the tokens that could have been masked, so the loss is in nats per token. Of a
 conversation only what is learned is masked (algorithm 2), with the end of text that closes it, and
@@ -17,19 +14,14 @@ key, never on batches or devices.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
-from infini_model.model.random import hashed, spread_evenly, uniform
+from infini_model.model.random import hashed, spread_evenly
 from infini_model.objectives.objective import Inputs, Reduction, weighted_losses
-
-EPSILON = 1e-3
-Noise = Literal["count", "time"]
 
 
 class MaskedDiffusion:
@@ -41,8 +33,8 @@ class MaskedDiffusion:
 
     block_length: int | None = None
 
-    def __init__(self, seed: int, mask_token_id: int, noise: Noise = "count") -> None:
-        self.seed, self.mask_token_id, self.noise = seed, mask_token_id, noise
+    def __init__(self, seed: int, mask_token_id: int) -> None:
+        self.seed, self.mask_token_id = seed, mask_token_id
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row, some of them masked; the labels are the masked tokens."""
@@ -57,9 +49,8 @@ class MaskedDiffusion:
             maskable &= within.flatten(1)
         if learnt is not None:
             maskable &= learnt.narrow(2, 0, length).flatten(1)
-        draw = self._draw_counts if self.noise == "count" else self._draw_times
         blocks = maskable.view(len(ids), -1, self.block_length or length * tokens.size(1))
-        drawn, block_weights = draw(keys, blocks)
+        drawn, block_weights = self._draw(keys, blocks)
         masked = drawn.flatten(1)
         weights = block_weights.unsqueeze(2).expand_as(blocks).flatten(1)
         return Inputs(
@@ -74,30 +65,18 @@ class MaskedDiffusion:
         """The inputs of `lm_head` at all positions, [B, T, hidden]."""
         return model.hidden(inputs.input_ids, inputs.document_starts, inputs.without)
 
-    def _hashes(self, keys: Tensor, maskable: Tensor) -> Tensor:
-        """An integer for each position of each window, int64 in the shape of `maskable`."""
-        positions = torch.arange(maskable[0].numel(), device=keys.device)
-        return hashed(self.seed, keys.unsqueeze(1), positions).view(maskable.shape)
-
-    def _draw_counts(self, keys: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, keys: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
         """Masked positions, bool [B, S, L], and the weight of each block, float64 [B, S]."""
         lengths = maskable.sum(2)
         blocks = torch.arange(maskable.size(1), device=keys.device)
         counts = (spread_evenly(self.seed, keys.unsqueeze(1), blocks) * lengths).long() + 1
         counts = torch.minimum(counts, lengths)
-        last = torch.iinfo(torch.int64).max
-        hashes = self._hashes(keys, maskable).masked_fill(~maskable, last)
+        positions = torch.arange(maskable[0].numel(), device=keys.device)
+        hashes = hashed(self.seed, keys.unsqueeze(1), positions).view(maskable.shape)
+        hashes = hashes.masked_fill(~maskable, torch.iinfo(torch.int64).max)
         largest = hashes.sort(2).values.gather(2, (counts - 1).clamp(min=0).unsqueeze(2))
         masked = (hashes <= largest) & maskable
         return masked, lengths.double() / counts.clamp(min=1)
-
-    def _draw_times(self, keys: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_draw_counts`."""
-        blocks = torch.arange(maskable.size(1), device=keys.device)
-        times = uniform(hashed(self.seed, keys.unsqueeze(1), -1 - blocks))
-        probabilities = (1.0 - EPSILON) * times + EPSILON
-        drawn = uniform(self._hashes(keys, maskable))
-        return (drawn < probabilities.unsqueeze(2)) & maskable, 1.0 / probabilities
 
     def loss(self, model: InfiniLlama, inputs: Inputs, reduction: Reduction) -> Tensor:
         """Weighted cross entropy in nats; the mask token has no probability.

@@ -19,12 +19,7 @@ VOCABULARY = MASK + 1
 # Tokens of each document without its first, as windows count them, and of its prompt: an answer of
 # several tokens, of one, one that is cut, one without a prompt, and no pair at all.
 VALID, PROMPTS = [9, 5, 12, 7, 0], [3, 5, 11, 0, 0]
-OBJECTIVES = {
-    "causal": CausalLM(),
-    "count": MaskedDiffusion(0, MASK, "count"),
-    "time": MaskedDiffusion(0, MASK, "time"),
-}
-DIFFUSION = pytest.mark.parametrize("name", ["count", "time"])
+OBJECTIVES = {"causal": CausalLM(), "masked_diffusion": MaskedDiffusion(0, MASK)}
 
 
 def two_windows():
@@ -95,11 +90,10 @@ def test_a_causal_model_predicts_the_answer_and_its_end_alone():
     assert torch.equal(inputs.input_ids, batch.tokens[:, 0, :-1])
 
 
-@DIFFUSION
-def test_diffusion_masks_every_token_of_an_answer_and_none_of_a_prompt(name):
+def test_diffusion_masks_every_token_of_an_answer_and_none_of_a_prompt():
     masked = torch.zeros(len(VALID), LENGTH, dtype=torch.bool)
     for first in range(0, 400, len(VALID)):
-        inputs = OBJECTIVES[name].inputs(pairs(first))
+        inputs = OBJECTIVES["masked_diffusion"].inputs(pairs(first))
         masked |= inputs.input_ids == MASK
         assert torch.equal(inputs.labels != IGNORED, inputs.input_ids == MASK)
     for row, (valid, prompt) in enumerate(zip(VALID, PROMPTS, strict=True)):
@@ -107,12 +101,10 @@ def test_diffusion_masks_every_token_of_an_answer_and_none_of_a_prompt(name):
         assert torch.nonzero(masked[row]).flatten().tolist() == list(range(prompt, last + 1))
 
 
-@DIFFUSION
-def test_the_diffusion_loss_is_the_bound_per_token_of_what_is_learned(name):
+def test_the_diffusion_loss_is_the_bound_per_token_of_what_is_learned():
     """What a window of each answer would have, with the prompt unmasked."""
-    module, batch = make_module(name), pairs()
+    module, batch = make_module("masked_diffusion"), pairs()
     inputs = module.objective.inputs(batch)
-    plain = module.objective.inputs(batch._replace(learnt=None))
     logits = module.model(inputs.input_ids).logits.clone()
     logits[..., MASK] = -torch.inf
     each = functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
@@ -120,9 +112,7 @@ def test_the_diffusion_loss_is_the_bound_per_token_of_what_is_learned(name):
     for row, (valid, prompt) in enumerate(zip(VALID, PROMPTS, strict=True)):
         length = min(valid, LENGTH - 1) - prompt + 1 if valid else 0
         count = int((inputs.input_ids[row] == MASK).sum())
-        # The shares by which `time` masks are drawn per window, whatever is masked in it.
-        weight = length / max(count, 1) if name == "count" else float(plain.weights[row, 0])
-        total, lengths = total + each[row].sum() * weight, lengths + length
+        total, lengths = total + each[row].sum() * length / max(count, 1), lengths + length
     assert int(inputs.counted.sum()) == lengths
     loss = module(inputs, "sum") / lengths
     torch.testing.assert_close(loss, total / lengths, rtol=1e-6, atol=0)

@@ -15,7 +15,6 @@ from infini_model.objectives.objective import LossModule
 
 VOCABULARY, LENGTH, BLOCKS = 12, 4, 6
 MASK = VOCABULARY - 1
-NOISES = pytest.mark.parametrize("noise", ["count", "time"])
 
 
 def windows(count, blocks=BLOCKS, length=LENGTH, first_key=0):
@@ -24,16 +23,16 @@ def windows(count, blocks=BLOCKS, length=LENGTH, first_key=0):
     return Batch(tokens, None, None, torch.arange(first_key, first_key + count))
 
 
-def masks(batch, length=LENGTH, seed=0, noise="count"):
+def masks(batch, length=LENGTH, seed=0):
     """Which tokens are masked, by block, [B, S, L]."""
-    inputs = BlockDiffusion(seed, MASK, length, noise).inputs(batch)
+    inputs = BlockDiffusion(seed, MASK, length).inputs(batch)
     return (inputs.input_ids == MASK).unflatten(1, (-1, length))
 
 
-def make_module(noise="count", length=LENGTH):
+def make_module(length=LENGTH):
     diffusion = {"memory_query_shift": True, "bidirectional": True, "mask_token_id": MASK}
     shape = {"vocab_size": VOCABULARY, "segment_length": length, "initializer_range": 0.3}
-    return LossModule(tiny_model(**shape | diffusion), BlockDiffusion(0, MASK, length, noise))
+    return LossModule(tiny_model(**shape | diffusion), BlockDiffusion(0, MASK, length))
 
 
 def losses_of(logits, labels):
@@ -43,12 +42,11 @@ def losses_of(logits, labels):
     return functional.cross_entropy(logits.mT, labels, reduction="none")
 
 
-@NOISES
-def test_a_window_of_one_block_is_masked_diffusion(noise):
-    batch, module = windows(8, blocks=1), make_module(noise)
+def test_a_window_of_one_block_is_masked_diffusion():
+    batch, module = windows(8, blocks=1), make_module()
     bare = InfiniLlama(module.model.config.model_copy(update={"memory": "none"})).double()
     bare.load_state_dict(module.model.state_dict(), strict=False)
-    plain = LossModule(bare, MaskedDiffusion(0, MASK, noise))
+    plain = LossModule(bare, MaskedDiffusion(0, MASK))
     for given in (batch, batch._replace(valid=torch.tensor([[3], [0], [4], [1]] * 2))):
         ours, theirs = module.objective.inputs(given), plain.objective.inputs(given)
         for one, other in zip(ours, theirs, strict=True):
@@ -56,32 +54,29 @@ def test_a_window_of_one_block_is_masked_diffusion(noise):
         torch.testing.assert_close(module(ours, "none"), plain(theirs, "none"))
 
 
-@NOISES
-def test_the_masks_depend_on_seed_window_and_block_alone(noise):
+def test_the_masks_depend_on_seed_window_and_block_alone():
     batch = windows(64)
-    whole = masks(batch, noise=noise)
+    whole = masks(batch)
     for part, own in zip(batch.chunk(4), whole.chunk(4), strict=True):
-        assert torch.equal(masks(part, noise=noise), own)
-    assert not torch.equal(masks(batch, seed=1, noise=noise), whole)
-    assert not torch.equal(masks(batch._replace(keys=batch.keys + 64), noise=noise), whole)
+        assert torch.equal(masks(part), own)
+    assert not torch.equal(masks(batch, seed=1), whole)
+    assert not torch.equal(masks(batch._replace(keys=batch.keys + 64)), whole)
     counts = whole.sum(2)
     assert all((counts[:, 0] != counts[:, block]).any() for block in range(1, BLOCKS))
 
 
-@NOISES
-def test_masked_tokens_are_the_labels_and_all_others_are_seen(noise):
+def test_masked_tokens_are_the_labels_and_all_others_are_seen():
     batch = windows(64)
     ids = batch.tokens[:, 0, :-1]
-    inputs = BlockDiffusion(0, MASK, LENGTH, noise).inputs(batch)
+    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(batch)
     masked = inputs.input_ids == MASK
     assert torch.equal(inputs.labels[masked], ids[masked])
     assert torch.equal(inputs.input_ids[~masked], ids[~masked])
     assert (inputs.labels[~masked] == -100).all()
     assert inputs.counted.all()
-    if noise == "count":
-        counts = masked.unflatten(1, (-1, LENGTH)).sum(2)
-        assert counts.min() >= 1
-        assert torch.allclose(inputs.weights.unflatten(1, (-1, LENGTH)), LENGTH / counts[..., None])
+    counts = masked.unflatten(1, (-1, LENGTH)).sum(2)
+    assert counts.min() >= 1
+    assert torch.allclose(inputs.weights.unflatten(1, (-1, LENGTH)), LENGTH / counts[..., None])
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 64), (64, 1), (64, 34)])
@@ -102,9 +97,8 @@ def test_padding_is_seen_and_never_masked():
     assert not ((inputs.labels != -100) & ~inputs.counted).any()
 
 
-@NOISES
-def test_the_loss_and_its_gradients_are_those_of_the_logits(noise):
-    module, batch = make_module(noise), windows(4)
+def test_the_loss_and_its_gradients_are_those_of_the_logits():
+    module, batch = make_module(), windows(4)
     document_starts = torch.arange(BLOCKS).expand(4, -1) == 3
     inputs = module.objective.inputs(batch._replace(document_starts=document_starts))
     clean = batch.tokens[:, 0, :-1]
@@ -118,11 +112,10 @@ def test_the_loss_and_its_gradients_are_those_of_the_logits(noise):
     assert all(torch.count_nonzero(gradient) for gradient in ours)
 
 
-@NOISES
-def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_before(noise):
+def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_before():
     """Equation 6 of LLaDA for each block: what any-order autoregression assigns, on average."""
     length, blocks, draws = 3, 3, 30_000
-    module, batch = make_module(noise, length), windows(1, blocks, length)
+    module, batch = make_module(length), windows(1, blocks, length)
     ids = batch.tokens[:, 0, :-1]
     subsets = torch.tensor(list(itertools.product([False, True], repeat=length)))
     masked = ids.masked_fill(subsets.repeat(1, blocks), MASK)

@@ -260,15 +260,6 @@ def debug(reader: Reader) -> Path:
 
 
 @pytest.mark.story
-def test_a_step_that_failed_can_be_repeated(reader: Reader, debug: Path) -> None:
-    (line,) = [each for each in _blocks(ROOT / "docs" / "train.md", "sh") if "step-12" in each]
-    here = {"<run>": str(debug.parents[1]), "step-12": debug.name, "DATASET": str(reader.dataset)}
-    for word, replacement in here.items():
-        line = line.replace(word, replacement)
-    reader.type(f"{line.rstrip()} 2>&1 | grep 'the step was not taken'")
-
-
-@pytest.mark.story
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name
 )

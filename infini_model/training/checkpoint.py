@@ -330,7 +330,7 @@ class Checkpointer:
         log.info("Checkpoint saved: %s", path)
 
     def save_to(self, folder: Path, state: TrainerState) -> None:
-        """Write a checkpoint as a separate run in `folder`; all ranks wait for it.
+        """Write a checkpoint to `folder`, outside the run's own; all ranks wait for it.
 
         A full disk is only logged, so that it does not mask the error being handled.
         """

@@ -260,7 +260,7 @@ class Trainer:
         if not step.is_finite:
             self.scaler.restore(launched.scaler)
             self._callbacks.call(Callback.on_non_finite, step)
-            raise non_finite_error(step, self.run_dir, reported=self.config.logging.debug)
+            raise non_finite_error(step, reported=self.config.logging.debug)
         if step.overflowed:
             log.warning("step %d: skipping the update: gradients overflowed in fp16", step.number)
         self._callbacks.finish_step(step)

@@ -122,19 +122,6 @@ def _check_ends(path: str, ends: tuple[int, int], tokens: int) -> None:
         )
 
 
-class Span(NamedTuple):
-    """Tokens of one document: `first` to `last` (exclusive) in shard number `shard`.
-
-    `row` is the document's number in the shard, `start` where it starts there.
-    """
-
-    shard: int
-    row: int
-    first: int
-    last: int
-    start: int
-
-
 class TokenStream:
     """Consecutive shards in `folder`, of which `files` has the names, read on demand.
 
@@ -240,10 +227,6 @@ class TokenStream:
         first, last = shard.offsets[index - self.document_starts[number] :][:2]
         return shard, int(first), int(last)
 
-    def tokens_of(self, span: Span) -> np.ndarray:
-        """The tokens of a span."""
-        return self.shard(span.shard).values[span.first : span.last]
-
     def lengths(self) -> Iterator[np.ndarray]:
         """The number of tokens of every document, in order, without mapping any shard.
 
@@ -273,18 +256,13 @@ class TokenStream:
             self.shard(shard).offsets.take(places[here], out=found[here], mode="clip")
         return found
 
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """The tokens from `start` to `stop` (exclusive), document by document."""
-        shard = int(np.searchsorted(self.token_starts, start, side="right")) - 1
-        while start < stop:
-            origin, end = (int(edge) for edge in self.token_starts[shard : shard + 2])
-            offsets = self.shard(shard).offsets
-            row = int(np.searchsorted(offsets, start - origin, side="right")) - 1
-            while start < min(stop, end):
-                last = min(stop - origin, int(offsets[row + 1]))
-                yield Span(shard, row, start - origin, last, int(offsets[row]))
-                start, row = origin + last, row + 1
-            shard += 1
+    def documents_between(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The shard and row of each document with a token from `start` to `stop` (exclusive)."""
+        first, last = np.searchsorted(self.token_starts, (start, stop - 1), side="right") - 1
+        for shard in range(first, last + 1):
+            offsets = self.shard(shard).offsets + self.token_starts[shard]
+            for row in np.flatnonzero((offsets[:-1] < stop) & (offsets[1:] > start)).tolist():
+                yield shard, row
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Rows of `length` tokens from each of `starts`: [rows, length] in the stored type.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.packing import Packing, pack
-from infini_model.data.loading.stream import Span, TokenStream, open_split
+from infini_model.data.loading.stream import TokenStream, open_split
 
 # Rounds of the Feistel network.
 ROUNDS = 6
@@ -143,17 +143,15 @@ class Windows:
             None if learnt is None else torch.from_numpy(learnt.reshape(*shape, length + 1)),
         )
 
-    def spans(self, number: int) -> list[Span]:
-        """Where the tokens of window `number`, including each row's last target, are stored."""
-        rows = self.packing.locate(np.array([number]))
-        ranges: list[list[int]] = []
-        for start, valid in zip(rows.starts.tolist(), rows.valid.tolist(), strict=True):
-            # The last token of a row is the first of the next row of the same document.
-            if ranges and start == ranges[-1][1] - 1:
-                ranges[-1][1] = start + valid + 1
-            else:
-                ranges.append([start, start + valid + 1])
-        return [span for start, stop in ranges for span in self.stream.spans(start, stop)]
+    def documents(self, numbers: np.ndarray) -> list[tuple[int, int]]:
+        """The shard and row of each document in these windows, in order."""
+        rows = self.packing.locate(numbers)
+        # With the last target of each row.
+        stops = rows.starts + rows.valid + 1
+        found: set[tuple[int, int]] = set()
+        for start, stop in zip(rows.starts.tolist(), stops.tolist(), strict=True):
+            found.update(self.stream.documents_between(start, stop))
+        return sorted(found)
 
 
 def open_windows(

@@ -163,25 +163,24 @@ def test_windows_hold_the_rows_of_the_plain_definition(
 
 
 @given(shapes, st.integers(1, 4), st.sampled_from(["packed", "document", "aligned"]), remainders)
-def test_the_spans_of_a_window_are_its_tokens_by_document(
+def test_the_documents_of_windows_are_those_of_their_tokens(
     make_windows, shape, segments, mode, remainder
 ):
     windows = make_windows(shape, mode, segments * SEGMENT, remainder)
     inputs, labels, _ = gather_all(windows)
-    stream = windows.stream
+    documents = [
+        (shard, row)
+        for shard, lengths in enumerate(shape)
+        for row, length in enumerate(lengths)
+        for _ in range(length)
+    ]
+    expected = []
     for index in range(len(windows)):
         tokens = {t for t in inputs[index].tolist() if t != EOS}
         tokens |= {t for t in labels[index].tolist() if t != IGNORED}
-        spans = windows.spans(index)
-        found = [stream.shard(s.shard).values[s.first : s.last].tolist() for s in spans]
-        assert [token for part in found for token in part] == sorted(tokens)
-        for span, part in zip(spans, found, strict=True):
-            begin, end = stream.shard(span.shard).offsets[span.row :][:2]
-            assert begin <= span.first < span.last <= end
-            number = stream.document_starts[span.shard] + span.row
-            assert set(part) <= set(stream.document(number).tolist())
-        places = [(span.shard, span.row, span.first) for span in spans]
-        assert places == sorted(set(places))
+        expected.append({documents[token - 1] for token in tokens})
+        assert windows.documents(np.array([index])) == sorted(expected[-1])
+    assert windows.documents(np.arange(len(windows))) == sorted(set().union(*expected))
 
 
 MANY = 3000

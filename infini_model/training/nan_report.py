@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from infini_model.model.hf.weights import save_tensors
-from infini_model.runtime.errors import NonFiniteError, UserError
+from infini_model.runtime.errors import DataError, NonFiniteError, UserError
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.callbacks import Callback, Step
 from infini_model.training.parallel import local_shard
@@ -47,14 +48,15 @@ def faulty_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def rows_read(setup: TrainingSetup, step: Step) -> list[str]:
-    """The documents that this rank read in a step, as lines: the rows of each shard.
-
-    Raises `DataError` if a shard cannot be read any more.
-    """
+    """The documents that this rank read in a step, as lines: the rows of each shard."""
     windows = setup.loader.windows_at(step.first_window)
     numbers = setup.loader.numbers(step.first_window).reshape(-1)
     rows = defaultdict[str, list[str]](list)
-    for shard, row in windows.documents(numbers):
+    try:
+        documents = windows.documents(numbers)
+    except DataError as error:  # of a dataset that is gone by now
+        return [str(error)]
+    for shard, row in documents:
         rows[setup.manifest.splits["train"].shards[shard].file].append(str(row))
     return [f"  • train/{file}: rows {', '.join(each)}" for file, each in rows.items()]
 
@@ -93,10 +95,13 @@ def describe(
 
 
 def _describe_tensor(name: str, tensor: Tensor, word: str) -> list[str]:
-    values = ", ".join(f"{value:g}" for value in tensor.flatten()[:VALUES_SHOWN].tolist())
+    flat = tensor.flatten()
+    place = (~flat.isfinite()).byte().argmax()
+    first = [int(index) for index in torch.unravel_index(place, tensor.shape)]
+    values = ", ".join(f"{value:g}" for value in flat[place : place + VALUES_SHOWN].tolist())
     return [
         f"  • {name} (shape: {list(tensor.shape)})",
-        f"    {word} values: [{values}, ...]",
+        f"    {word} values from {first} on: [{values}, ...]",
         f"    NaN count: {int(tensor.isnan().sum())}/{tensor.numel()}",
         f"    Infinity count: {int(tensor.isinf().sum())}/{tensor.numel()}",
     ]
@@ -130,13 +135,13 @@ class NonFiniteReports(Callback):
         gpu = world.rank if world.gpu is None else world.gpu
         faulty = faulty_tensors(setup.model)
         own = not math.isfinite(step.rank_loss)
+        if own if not math.isfinite(step.loss) else world.is_main:
+            log.error("%s", describe(step, gpu, faulty, rows_read(setup, step)))
         try:
-            if own if not math.isfinite(step.loss) else world.is_main:
-                log.error("%s", describe(step, gpu, faulty, rows_read(setup, step)))
             _save(folder / f"rank-{world.rank}.safetensors", faulty)
         except UserError as error:
             # The non-finite step is the error to report, not the full disk.
-            log.error("cannot complete the report: %s", error)  # noqa: TRY400
+            log.error("cannot save the tensors: %s", error)  # noqa: TRY400
         setup.checkpointer.save_to(folder, setup.state(step.number - 1, step.first_window))
 
 

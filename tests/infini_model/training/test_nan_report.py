@@ -134,7 +134,7 @@ def test_a_step_that_is_not_finite_is_reported_with_its_gradients_and_documents(
     assert {name for names in named for name in ast.literal_eval(names)} == {
         name.partition("/")[2] for name in tensors
     }
-    assert report.count("    Grad values: [") == TENSORS_SHOWN
+    assert report.count("    Grad values from [") == TENSORS_SHOWN
     position = read_state(newest_checkpoint(folder))
     assert (position.step, position.samples_seen) == (step - 1, (step - 1) * 8)
 
@@ -146,7 +146,7 @@ def test_a_report_that_cannot_be_saved_does_not_hide_what_it_is_of(
     config = debugging(make_config, learning_rate=1e30)
     fail(config, dataset, tmp_path)
     assert "⚠️  Gradients with NaN" in caplog.text
-    assert "cannot complete the report: " in caplog.text
+    assert "cannot save the tensors: " in caplog.text
     assert "cannot save the checkpoint: " in caplog.text
     assert "saved: " not in caplog.text
 

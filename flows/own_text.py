@@ -14,6 +14,7 @@ from typing import Any
 from flows.presets import DEFAULT_PRESET, Invocation
 from infini_model.config import Config, merge
 from infini_model.config.data import FilesSource
+from infini_model.data.sources.formats import format_of
 from infini_model.data.sources.listing import list_files
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.runs import is_finished, read_run_config
@@ -29,8 +30,7 @@ LARGE_VOCABULARIES = {0: 8192, 10 * MEGABYTE: 16384, 100 * MEGABYTE: 32768}
 SMALL_STEP, LARGE_STEP = 2 * 1024, 8 * 4096
 # What is assumed of documents that are not files of this machine.
 UNKNOWN_SIZE = 100 * MEGABYTE
-# The formats of which each file is one document, and how few leave a split empty.
-WHOLE = frozenset({".txt", ".md", ".rst", ".py"})
+# Fewer may leave a split empty.
 FEW_DOCUMENTS = 20
 # What is chosen beside the preset.
 CHOSEN: dict[str, Any] = {
@@ -92,8 +92,7 @@ def _choose(config: Config) -> tuple[str, dict[str, Any], list[str]]:
     else:
         preset, change, machine = DEFAULT_PRESET, _small(size), "no GPU"
     lines = [f"{text}, {machine}: --preset {preset}"]
-    is_whole = files and not any(getattr(source, "separator", None) for source in sources)
-    if is_whole and len(files) < FEW_DOCUMENTS and all(path.suffix in WHOLE for path in files):
+    if 0 < len(files) < FEW_DOCUMENTS and all(map(_are_documents, sources, each)):
         lines.append(
             f"each file is one document, and {len(files)} may leave a split empty: "
             r"""'data.source.separator="\n\n"' makes a document of each paragraph"""
@@ -106,6 +105,12 @@ def _files(source: Any) -> list[Path]:
     if not isinstance(source, FilesSource) or any("://" in path for path in source.paths):
         return []
     return [Path(path) for path in list_files(source, Path())]
+
+
+def _are_documents(source: Any, files: list[Path]) -> bool:
+    """Whether each file is one document."""
+    kinds = {format_of(path.name, source.format).partition(".")[0] for path in files}
+    return source.separator is None and kinds == {"text"}
 
 
 def _in_megabytes(size: int) -> str:

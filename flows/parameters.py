@@ -62,8 +62,8 @@ SETTINGS = {
     "documents": Setting(
         "data.source.paths",
         ("pipeline", *PREPROCESS),
-        "Globs or URLs of text to use instead of the preset's, such as `/texts/**/*.txt`. .txt, "
-        ".md, .rst and .py files hold one document each; .jsonl (.gz, .zst), .parquet and .arrow "
+        "Globs or URLs of text to use instead of the preset's, such as `/texts/**/*.txt`. Texts "
+        "and source code hold one document each; .jsonl, .json, .csv, .tsv, .parquet and .arrow "
         "files hold one per row.",
     ),
     "sources": Setting(

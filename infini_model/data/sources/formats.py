@@ -7,8 +7,8 @@ where a document came from. What cannot be read raises `DataError` that names th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -90,8 +90,8 @@ FORMATS: dict[str, Format] = {
     "text": Format((*TEXTS, *CODE), "bytes", _read_text),
     "jsonl": Format((".jsonl", ".ndjson"), "bytes", read_json_lines),
     "json": Format((".json",), "whole", read_json),
-    "csv": Format((".csv",), "whole", partial(read_csv, delimiter=",")),
-    "tsv": Format((".tsv",), "whole", partial(read_csv, delimiter="\t")),
+    "csv": Format((".csv",), "whole", functools.partial(read_csv, delimiter=",")),
+    "tsv": Format((".tsv",), "whole", functools.partial(read_csv, delimiter="\t")),
     "parquet": Format((".parquet",), "row groups", read_parquet, compressed=False),
     "arrow": Format((".arrow",), "whole", read_arrow, compressed=False),
 }
@@ -111,6 +111,7 @@ class DocumentBatch(NamedTuple):
     skipped: int
 
 
+@functools.lru_cache(1 << 16)  # asked again once the file is listed
 def format_of(name: str, given: str | None = None) -> str:
     """The format of a file as `FileRange.format` has it; empty if it is not supported.
 

@@ -168,10 +168,11 @@ def _of_objects(
             number += 1
             if (found := next(objects, None)) is None:
                 break
-            rows.append(row := _row_of(found, reading))
+            rows.append(_row_of(found, reading))
         except DataError as error:
             raise DataError(f"{part.file.address}, row {number}: {error}") from error
-        size += sum(map(len, row or ""))
+        row = rows[-1]
+        size += len(row) if isinstance(row, str) else sum(map(len, row or ()))
         if size >= batch_bytes:
             yield pa.array(rows, reading.type)
             rows, size = [], 0

@@ -160,7 +160,7 @@ def read_csv(
 def _of_objects(
     objects: Iterator[dict[str, Any]], part: FileRange, reading: Reading, batch_bytes: int
 ) -> Iterator[pa.Array]:
-    """The rows of objects, which are read one by one; errors are named by the number of one."""
+    """The rows of objects in arrays of about `batch_bytes`; errors tell the number of an object."""
     rows: list[str | list[str] | None] = []
     number, size = 0, 0
     while True:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import typer
 
-from infini_model.cleaning import Scope, find_garbage, remove_garbage, usage
+from infini_model.cleaning import Scope, delete_garbage, find_garbage, retire_garbage, usage
 from infini_model.config import Config
 from infini_model.config.locations import is_url
 from infini_model.data.finished import dataset_folder, stored_dataset
@@ -115,29 +115,23 @@ def clean(config: Config, keep: int, *, dry_run: bool) -> None:
     """
     run = config.run
     scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep)
-    found = find_garbage(scope)
     if run.datasets_store is not None:
         typer.echo(f"note: only the copies on this machine are cleaned, not {run.datasets_store}")
-    if not found.items:
-        _say(found.notes)
-        typer.echo(f"{scope.output_dir}: nothing to remove")
-        return
-    for kind, path in found.items:
+    found = find_garbage(scope) if dry_run else retire_garbage(scope)
+    for path, kind in found.kinds.items():
         if kind in ("dataset", "checkpoint"):
             typer.echo(path)
-    counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
-    typer.echo(f"To remove: {counts}: {in_units(usage(path for _, path in found.items))}")
-    if dry_run:
-        _say(found.notes)
+    if found.kinds:
+        counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
+        size = usage(found.kinds if dry_run else found.retired)
+        typer.echo(f"To remove: {counts}: {in_units(size)}")
+    elif not found.failures:
+        typer.echo(f"{scope.output_dir}: nothing to remove")
+    if found.kinds and dry_run:
         typer.echo("Nothing was removed (--dry-run)")
-        return
-    removed = remove_garbage(scope, found)
-    _say([*removed.notes, *removed.failures])
-    typer.echo(f"Freed {in_units(removed.bytes)}")
-    if removed.failures:
-        raise UserError(f"{counted(len(removed.failures), 'file')} or folders could not be removed")
-
-
-def _say(lines: list[str]) -> None:
-    for line in lines:
-        typer.echo(line, err=True)
+    elif found.kinds:
+        typer.echo(f"Freed {in_units(delete_garbage(found))}")
+    for problem in [*found.notes, *found.failures]:
+        typer.echo(problem, err=True)
+    if found.failures:
+        raise UserError(f"{counted(len(found.failures), 'file')} or folders could not be removed")

@@ -1,8 +1,8 @@
 """Find what nothing in an output folder refers to any more, and remove it.
 
 Runs and the last datasets of each name refer to datasets; these, and builds that are under way or
-were registered within a week, to partitions, listings and downloads. Every folder that holds some
-is a `Place`. Of the runs that are finished, only checkpoints go.
+were registered within a week, to partitions, listings and downloads. Of the runs that are finished,
+only checkpoints go.
 
 What goes is renamed to a temporary name in moments, under the locks of those who might begin to use
 it, and only then deleted. So nobody ever sees half a dataset, and builds, downloads and other
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import stat
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infini_model.data.datasets import Build, build_file, build_lock, read_builds, removals
+from infini_model.data.datasets import build_file, build_lock, read_builds, removals
 from infini_model.data.sources.listing import raw_files_lock
 from infini_model.runtime import storage
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
@@ -51,33 +52,41 @@ DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{16}")
 BLOCK_BYTES = 512
 
 
-class Item(NamedTuple):
-    """A file or a folder that can be removed; `kind` is a noun in the singular."""
-
-    kind: str
-    path: Path
-
-
 @dataclass
 class Garbage:
-    """What can be removed, or was.
+    """What nobody needs.
 
     Attributes:
-        items: Files and folders.
+        kinds: What each file or folder is, by its path: a noun in the singular.
+        retired: The temporary names of those that are to be deleted.
         notes: One line for each thing that had to be left alone.
-        bytes: What the removed took on the disk.
         failures: One line for each thing that could not be removed.
     """
 
-    items: list[Item] = field(default_factory=list)
+    kinds: dict[Path, str] = field(default_factory=dict)
+    retired: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    bytes: int = 0
     failures: list[str] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
         """How many things there are of each kind."""
-        return dict(Counter(kind for kind, _ in self.items))
+        return dict(Counter(self.kinds.values()))
+
+    def retire(self, path: Path, kind: str) -> None:
+        """Give what is to be deleted a temporary name, unless it has one."""
+        try:
+            is_retired = path.name.startswith(TEMPORARY)
+            self.retired.append(path if is_retired else storage.retire(path))
+            self.kinds[path] = kind
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.fail(path, error)
+
+    def fail(self, path: Path | str, error: OSError) -> None:
+        """Note that something cannot be removed."""
+        self.failures.append(f"{path}: cannot be removed: {error.strerror}")
 
 
 @dataclass(frozen=True)
@@ -105,78 +114,68 @@ class Scope:
         except FileNotFoundError:
             return False
 
-
-class Place(NamedTuple):
-    """A folder of which each file or folder is referred to by its name.
-
-    Attributes:
-        kind: What it holds.
-        folder: Its path.
-        referred: Names that are referred to.
-        freed: Names that were referred to only by what is removed too. They go whatever their age.
-        age: Seconds after which others go that nobody refers to.
-    """
-
-    kind: str
-    folder: Path
-    referred: Collection[str]
-    freed: Collection[str] = ()
-    age: float = DAY_SECONDS
-
-    def unreferenced(self, scope: Scope) -> Iterator[Path]:
-        """What can be removed of it: nobody refers to it, and nobody has locked it."""
-        for path in visible(self.folder):
-            name = path.name
-            if name in self.referred or is_locked(self.folder / ".locks" / name):
-                continue
-            if name in self.freed or scope.is_older(path, self.age):
-                yield path
-
-    def leftovers(self, scope: Scope) -> Iterator[Path]:
-        """Temporary names whose writers are dead: their lock is free, or they are a day old."""
-        for path in sorted(self.folder.glob(f"{TEMPORARY}*")):
-            lock = self.folder / ".locks" / path.name.removeprefix(TEMPORARY).rpartition("-")[0]
-            if not is_locked(lock) and (lock.is_file() or scope.is_older(path, DAY_SECONDS)):
-                yield path
+    def runs(self) -> list[Path]:
+        """The folders of the runs whose checkpoints are looked at."""
+        return run_folders(self.output_dir / "runs") if self.only is None else []
 
 
 def find_garbage(scope: Scope) -> Garbage:
     """All that a cleaning would remove. Changes nothing."""
-    found = _find_data(scope)
-    for run_dir in run_folders(scope.output_dir / "runs") if scope.only is None else ():
-        if not any(map(is_locked, _run_locks(run_dir))):
-            checkpoints = _find_checkpoints(run_dir)
-            found.items += checkpoints.items
-            found.notes += checkpoints.notes
+    found = Garbage()
+    found.kinds |= _find_data(scope, found.notes)
+    for run_dir in scope.runs():
+        found.kinds |= _find_checkpoints(run_dir, found.notes)
     return found
 
 
-def remove_garbage(scope: Scope, found: Garbage) -> Garbage:
-    """Remove what was found, unless somebody has come to need it since.
+def retire_garbage(scope: Scope) -> Garbage:
+    """Take what nobody needs out of sight, under the locks of those who might begin to use it.
 
-    Raises `UserError` if a lock cannot be taken because its folder cannot be written.
+    Raises `UserError` if the folder of the datasets or of the downloads cannot be written.
     """
-    removed = Garbage(notes=list(found.notes))
-    if scope.datasets_dir.is_dir() and found.items:
-        _retire_data(scope, {*found.items}, removed)
-    _retire_checkpoints(scope, {*found.items}, removed)
-    removed.bytes = usage(path for _, path in removed.items)
+    found, raw = Garbage(), scope.output_dir / "raw"
+    with contextlib.ExitStack() as held:
+        if scope.datasets_dir.is_dir():
+            held.enter_context(removals(scope.datasets_dir))
+        raw_lock = storage.lock(raw_files_lock(scope.output_dir), wait=False)
+        is_busy = raw.is_dir() and not held.enter_context(raw_lock)
+        for path, kind in _find_data(scope, found.notes).items():
+            if not (is_busy and path.parent == raw):
+                found.retire(path, kind)
+    if is_busy:
+        found.notes.append(f"{raw}: is in use; nothing there is removed")
+    for run_dir in scope.runs():
+        # It reads a checkpoint, which takes long; the locks are held for moments only.
+        checkpoints = _find_checkpoints(run_dir, found.notes)
+        try:
+            with contextlib.ExitStack() as held:
+                locks = [storage.lock(path, wait=False) for path in _run_locks(run_dir)]
+                if checkpoints and all(map(held.enter_context, locks)) and is_finished(run_dir):
+                    for path, kind in checkpoints.items():
+                        found.retire(path, kind)
+        except UserError as error:
+            found.failures.append(str(error))
+    return found
+
+
+def delete_garbage(garbage: Garbage) -> int:
+    """Delete what was retired; returns the bytes that this freed."""
 
     def fail(_: Any, path: str, error: Any) -> None:
         # Another cleaning may delete the same leftover.
         if not isinstance(error[1], FileNotFoundError):
-            removed.failures.append(_cannot_be_removed(path, error[1]))
+            garbage.fail(path, error[1])
 
-    for _, path in removed.items:
+    before = usage(garbage.retired)
+    for path in garbage.retired:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, onerror=fail)
             continue
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            removed.failures.append(_cannot_be_removed(path, error))
-    removed.bytes -= usage(path for _, path in removed.items)
-    return removed
+            garbage.fail(path, error)
+    return before - usage(garbage.retired)
 
 
 def usage(paths: Iterable[Path]) -> int:
@@ -197,93 +196,88 @@ def usage(paths: Iterable[Path]) -> int:
     return size
 
 
-def visible(folder: Path) -> list[Path]:
-    """What a folder holds, sorted, without names that begin with a dot; empty if there is none."""
-    try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _tree(path: Path) -> Iterator[Path]:
     yield path
     if path.is_dir() and not path.is_symlink():
         yield from path.rglob("*")
 
 
-def _find_data(scope: Scope) -> Garbage:
-    found = Garbage()
+def _find_data(scope: Scope, notes: list[str]) -> dict[Path, str]:
+    """Data that nothing refers to; none, and a note, if what may refer to it cannot be read."""
     if not scope.datasets_dir.is_dir():
-        return found
+        return {}
     try:
-        places = list(_places(scope))
+        return _unreferenced(scope)
     except DataError as error:
-        found.notes.append(f"{error}; no data is removed, since it may refer to any of it")
-        return found
-    for place in places:
-        found.items += [Item("leftover", path) for path in place.leftovers(scope)]
-        found.items += [Item(place.kind, path) for path in place.unreferenced(scope)]
-    return found
+        notes.append(f"{error}; no data is removed, since it may refer to any of it")
+        return {}
 
 
-def _places(scope: Scope) -> Iterator[Place]:
-    """All places but those of checkpoints.
+def _unreferenced(scope: Scope) -> dict[Path, str]:
+    """Data that nothing refers to.
 
     The datasets come last, for what they refer to is found through them: after a kill, the next
     cleaning goes on where this one was.
 
     Raises `DataError` if something that may refer to others cannot be read.
     """
-    root = scope.datasets_dir
+    root, raw = scope.datasets_dir, scope.output_dir / "raw"
     datasets = _read_datasets(root)
     gone = _superseded(datasets, scope)
-    kept = [dataset for dataset in datasets if dataset not in gone]
-    gone_names = {dataset.folder.name for dataset in gone}
-    live, ended = _builds(scope, gone_names)
+    builds, live = dict(read_builds(root)), {}
+    for folder, build in builds.items():
+        is_young = not scope.is_older(build_file(folder), UNFINISHED_SECONDS)
+        is_in_use = folder.exists() or is_young or is_locked(build_lock(folder))
+        if folder.name not in gone and is_in_use:
+            live[folder] = build
 
-    needed = {key for dataset in kept for key in dataset.partitions}
-    needed |= {key for build in live.values() for key in build.partitions}
-    freed = {key for dataset in gone for key in dataset.partitions}
-    yield Place("partition", root / ".partitions", needed, freed)
-    yield from _downloads(scope, live.values(), ended.values())
-    yield Place("record", root / ".builds", _in_json(live), _in_json(ended))
-    yield Place("dataset", root, {path.name for path in visible(root)} - gone_names, gone_names)
+    needed = {key for build in live.values() for key in build.partitions}
+    needed |= {key for each in datasets if each.folder.name not in gone for key in each.partitions}
+    freed = {key for each in datasets for key in each.partitions}
+    partitions = _unneeded(scope, root / ".partitions", needed, freed, DAY_SECONDS)
 
-
-def _builds(
-    scope: Scope, gone_names: Collection[str]
-) -> tuple[dict[Path, Build], dict[Path, Build]]:
-    """The registered builds: those of datasets that stay or may still be made, and others."""
-    live, ended = dict[Path, Build](), dict[Path, Build]()
-    for folder, build in read_builds(scope.datasets_dir):
-        is_under_way = is_locked(build_lock(folder)) or not scope.is_older(
-            build_file(folder), UNFINISHED_SECONDS
-        )
-        is_live = folder.name not in gone_names and (folder.exists() or is_under_way)
-        (live if is_live else ended)[folder] = build
-    return live, ended
-
-
-def _in_json(builds: Iterable[Path]) -> list[str]:
-    return [build_file(folder).name for folder in builds]
-
-
-def _downloads(scope: Scope, live: Iterable[Build], ended: Iterable[Build]) -> Iterator[Place]:
-    """The downloaded files, and the listings that name them."""
-    listings = Place(
-        "record",
-        scope.datasets_dir / ".listings",
-        {build.listing for build in live},
-        {build.listing for build in ended},
-        UNFINISHED_SECONDS,
-    )
-    going = {*listings.unreferenced(scope)}
+    needed, freed = ({each.listing for each in some.values()} for some in (live, builds))
+    records = _unneeded(scope, root / ".listings", needed, freed, UNFINISHED_SECONDS)
     # Another folder of datasets may have been made from the same downloads.
-    places = {listings.folder, scope.output_dir / "datasets" / ".listings"}
-    staying = {path for place in places for path in place.glob("*.json")} - going
-    raw = scope.output_dir / "raw"
-    yield Place("download", raw, _named_by(staying), _named_by(going), UNFINISHED_SECONDS)
-    yield listings
+    folders = {root / ".listings", scope.output_dir / "datasets" / ".listings"}
+    listings = {path for folder in folders for path in folder.glob("*.json")}
+    going = listings.intersection(records)
+    needed, freed = _named_by(listings - going), _named_by(going)
+    downloads = _unneeded(scope, raw, needed, freed, UNFINISHED_SECONDS)
+
+    needed, freed = ({build_file(folder).name for folder in some} for some in (live, builds))
+    records += _unneeded(scope, root / ".builds", needed, freed, DAY_SECONDS)
+    # Any other folder there is not ours, however old.
+    superseded = _unneeded(scope, root, (), gone, math.inf)
+    found = dict.fromkeys(partitions, "partition") | dict.fromkeys(downloads, "download")
+    found |= dict.fromkeys(records, "record") | dict.fromkeys(superseded, "dataset")
+    return {path: "leftover" if _is_temporary(path) else found[path] for path in found}
+
+
+def _unneeded(
+    scope: Scope, folder: Path, needed: Collection[str], freed: Collection[str], seconds: float
+) -> list[Path]:
+    """What a folder holds whose name is not `needed`, and that nobody has locked.
+
+    What is `freed` goes whatever its age, other things go after so many seconds. A temporary name
+    goes if its writer is dead: the lock is free, or the name is a day old.
+    """
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _is_temporary(path):
+            name, age = path.name.removeprefix(TEMPORARY).rpartition("-")[0], DAY_SECONDS
+            is_free = (folder / ".locks" / name).is_file()
+        elif path.name in needed or path.name.startswith("."):
+            continue
+        else:
+            name, age, is_free = path.name, seconds, path.name in freed
+        if not is_locked(folder / ".locks" / name) and (is_free or scope.is_older(path, age)):
+            found.append(path)
+    return found
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY)
 
 
 class _Dataset(NamedTuple):
@@ -297,17 +291,16 @@ class _Dataset(NamedTuple):
 def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
     """The datasets, those used last first. Raises `DataError` if a manifest is damaged."""
     found = []
-    for folder in visible(datasets_dir):
+    for folder in datasets_dir.iterdir():
         manifest = folder / MANIFEST
         if folder.is_symlink() or not DATASET_NAME.fullmatch(folder.name):
             continue
         try:
-            tree = json.loads(manifest.read_bytes())
-            keys = frozenset(tree["partitions"])
+            keys = frozenset(json.loads(manifest.read_bytes())["partitions"])
             used = manifest.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             continue  # No dataset, or another cleaning has just removed it.
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{manifest}: is damaged") from error
         with contextlib.suppress(FileNotFoundError):
             used = max(used, build_file(folder).stat().st_mtime)
@@ -315,25 +308,28 @@ def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
     return sorted(found, key=lambda dataset: (dataset.used, dataset.folder), reverse=True)
 
 
-def _superseded(datasets: Iterable[_Dataset], scope: Scope) -> list[_Dataset]:
-    """Those that nothing refers to, not recent, and not among the newest of their name."""
-    referred = _referred_by_runs(scope) | {(scope.datasets_dir / "latest").resolve().name}
-    newer, found = Counter[str](), []
-    for dataset in datasets:
-        name = dataset.folder.name.rpartition("-")[0]
+def _superseded(datasets: Iterable[_Dataset], scope: Scope) -> set[str]:
+    """Names of those nothing refers to, not recent, and not among the newest of their `data.name`.
+
+    Raises `DataError` if a run cannot be read.
+    """
+    needed = _used_by_runs(scope) | {(scope.datasets_dir / "latest").resolve().name}
+    newer, found = Counter[str](), set()
+    for folder, _, used in datasets:
+        name = folder.name.rpartition("-")[0]
         newer[name] += 1
         if (
             newer[name] > scope.keep
-            and dataset.folder.name not in referred
-            and scope.now - dataset.used > RECENT_SECONDS
+            and folder.name not in needed
+            and scope.now - used > RECENT_SECONDS
             and scope.only in (None, name)
-            and not is_locked(build_lock(dataset.folder))
+            and not is_locked(build_lock(folder))
         ):
-            found.append(dataset)
+            found.add(folder.name)
     return found
 
 
-def _referred_by_runs(scope: Scope) -> set[str]:
+def _used_by_runs(scope: Scope) -> set[str]:
     """The names of the dataset folders that the runs beside them, and of this output folder, use.
 
     A name ends in the dataset's key, so that it is enough to know a dataset by, even if the output
@@ -342,10 +338,9 @@ def _referred_by_runs(scope: Scope) -> set[str]:
     places = {scope.output_dir, scope.datasets_dir.parent}
     folders = [path for place in places for path in run_folders(place / "runs")]
     try:
-        started = [path for path in folders if is_started(path)]
+        return {read_run(path).dataset.name for path in folders if is_started(path)}
     except PermissionError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return {read_run(path).dataset.name for path in started}
 
 
 def _named_by(listings: Iterable[Path]) -> set[str]:
@@ -369,66 +364,17 @@ def _run_locks(run_dir: Path) -> tuple[Path, Path]:
     return run_dir / LOCK, run_dir / CHECKPOINTS / ".lock"
 
 
-def _find_checkpoints(run_dir: Path) -> Garbage:
+def _find_checkpoints(run_dir: Path, notes: list[str]) -> dict[Path, str]:
     """The checkpoints of a finished run but the newest and the one with the lowest loss."""
-    found, folder = Garbage(), run_dir / CHECKPOINTS
-    if not is_finished(run_dir):
-        return found
-    found.items += [Item("leftover", path) for path in sorted(folder.glob(f"{TEMPORARY}*"))]
+    if not is_finished(run_dir) or any(map(is_locked, _run_locks(run_dir))):
+        return {}
+    folder = run_dir / CHECKPOINTS
+    found = dict.fromkeys(sorted(folder.glob(f"{TEMPORARY}*")), "leftover")
     old = [*superseded_checkpoints(run_dir, keep=1), *sorted(folder.glob("damaged-step-*"))]
-    if old:
-        try:
-            for _, newest in list_checkpoints(run_dir)[:1]:
-                verify_checkpoint(newest)
-            found.items += [Item("checkpoint", path) for path in old]
-        except CheckpointError as error:
-            found.notes.append(f"{error}; the checkpoints before it are kept")
-    return found
-
-
-def _retire_data(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
-    """Take what nobody needs out of everybody's sight, under the locks of those who make it."""
-    raw = scope.output_dir / "raw"
-    with contextlib.ExitStack() as held:
-        held.enter_context(removals(scope.datasets_dir))
-        is_busy = raw.is_dir() and not held.enter_context(
-            storage.lock(raw_files_lock(scope.output_dir), wait=False)
-        )
-        if is_busy:
-            removed.notes.append(f"{raw}: is in use; nothing there is removed")
-        for item in _find_data(scope).items:
-            if item in wanted and not (is_busy and item.path.parent == raw):
-                _retire(item, removed)
-
-
-def _retire_checkpoints(scope: Scope, wanted: Collection[Item], removed: Garbage) -> None:
-    """The same for old checkpoints, while nobody works in their run."""
-    for run_dir in run_folders(scope.output_dir / "runs"):
-        items = sorted(item for item in wanted if item.path.parent == run_dir / CHECKPOINTS)
-        if not items:
-            continue
-        try:
-            with contextlib.ExitStack() as held:
-                locks = [storage.lock(path, wait=False) for path in _run_locks(run_dir)]
-                if all(map(held.enter_context, locks)) and is_finished(run_dir):
-                    for item in items:
-                        _retire(item, removed)
-        except UserError as error:
-            removed.failures.append(str(error))
-
-
-def _retire(item: Item, removed: Garbage) -> None:
-    """Give what is to be deleted a temporary name, unless it has one."""
-    path = item.path
     try:
-        if not path.name.startswith(TEMPORARY):
-            path = storage.retire(path)
-        removed.items.append(Item(item.kind, path))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        removed.failures.append(_cannot_be_removed(path, error))
-
-
-def _cannot_be_removed(path: Path | str, error: OSError) -> str:
-    return f"{path}: cannot be removed: {error.strerror}"
+        for _, newest in list_checkpoints(run_dir)[:1] if old else ():
+            verify_checkpoint(newest)
+        found |= dict.fromkeys(old, "checkpoint")
+    except CheckpointError as error:
+        notes.append(f"{error}; the checkpoints before it are kept")
+    return found

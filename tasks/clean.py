@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import TableArtifact
 
 from infini_model.config import Config
-from tasks import artifacts
 from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage
 
@@ -30,7 +28,4 @@ def clean(config: Config) -> dict[str, Any]:
         return result
     removed = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
     log.info("Removed %s: %s bytes are free again", removed, f"{freed:,}")
-    rows = [{"removed": kind, "count": count} for kind, count in counts.items()]
-    description = f"{freed:,} bytes are free again"
-    artifacts.show("cleaned", TableArtifact(table=rows, description=description))
     return result

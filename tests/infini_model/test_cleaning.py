@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from infini_model.__main__ import STAGES
-from infini_model.cleaning import Scope, find_garbage, remove_garbage, usage
+from infini_model.cleaning import Scope, delete_garbage, find_garbage, retire_garbage, usage
 from infini_model.config import load_config
 from infini_model.data.datasets import build_file, build_lock, register_use
 from infini_model.data.manifest import read_manifest
@@ -80,8 +80,9 @@ def folders(output):
 
 def clean_up(output, later=2 * DAY, **fields):
     """By default nothing is recent any more."""
-    scope = scope_of(output, later, **fields)
-    return remove_garbage(scope, find_garbage(scope))
+    cleaned = retire_garbage(scope_of(output, later, **fields))
+    delete_garbage(cleaned)
+    return cleaned
 
 
 def scope_of(output, later=2 * DAY, **fields):
@@ -130,12 +131,13 @@ def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders
     before, held = state(output), du(output)
     found = find_garbage(scope)
     assert state(output) == before
-    expected = usage(path for _, path in found.items)
-    cleaned = remove_garbage(scope, found)
-    assert cleaned.bytes == held - du(output) == expected > 9e5
-    assert (cleaned.counts, cleaned.failures, cleaned.notes) == (found.counts, [], [])
+    expected = usage(found.kinds)
+    cleaned = retire_garbage(scope)
+    assert usage(cleaned.retired) == expected
+    assert delete_garbage(cleaned) == held - du(output) == expected > 9e5
+    assert (cleaned.kinds, cleaned.failures, cleaned.notes) == (found.kinds, [], [])
     assert_left(output, middle, new)
-    assert find_garbage(scope).items == []
+    assert find_garbage(scope).kinds == {}
     assert preprocess(output, made[1]) == new
 
 
@@ -145,8 +147,8 @@ def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders,
         write_text(tmp_path / "others", name, 9)
         others.append(preprocess(output, tmp_path / "others", name="other"))
         age(others[-1], 60.0 * (2 - len(others)))
-    found = find_garbage(scope_of(output, keep=1, only="other")).items
-    assert [path for kind, path in found if kind == "dataset"] == others[:1]
+    found = find_garbage(scope_of(output, keep=1, only="other")).kinds
+    assert [path for path, kind in found.items() if kind == "dataset"] == others[:1]
     for folder in (*folders, *others):
         age(folder, 2 * DAY)
     register_use(folders[0])
@@ -301,10 +303,11 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refusing(os.rename, f"datasets/{middle.name}"))
         patch.setattr(os, "unlink", refusing(os.unlink, str(leftover)))
-        cleaned = clean_up(output, keep=1)
+        cleaned = retire_garbage(scope_of(output, keep=1))
+        freed = delete_garbage(cleaned)
     for path in (middle, leftover):
         assert f"{path}: cannot be removed: Permission denied" in cleaned.failures
-    assert cleaned.bytes == before - du(output) > 0
+    assert freed == before - du(output) > 0
     assert datasets(output) == {middle, new}
     assert_intact(middle, new)
     clean_up(output, keep=1)
@@ -362,7 +365,7 @@ def test_what_another_cleaning_removes_meanwhile_is_passed_over(output, folders,
     found = find_garbage(scope_of(output, keep=2))
     assert found.notes == []
     assert found.counts.keys() == {"partition"}
-    assert not {item.path.name for item in found.items} & listed(*others)
+    assert not {path.name for path in found.kinds} & listed(*others)
 
 
 BUILDING = """
@@ -402,7 +405,8 @@ def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path):
 
         def clean_now(_):
             scope = Hurried(output, output / "datasets", keep=1, now=time.time() + 30 * DAY)
-            cleaned = remove_garbage(scope, find_garbage(scope))
+            cleaned = retire_garbage(scope)
+            delete_garbage(cleaned)
             assert cleaned.failures == []
             return cleaned.counts.get("partition", 0)
 

@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infini_model.data.datasets import build_file, build_lock, read_builds, removals
+from infini_model.data.sources.files import Listing
 from infini_model.data.sources.listing import raw_files_lock
 from infini_model.runtime import storage
 from infini_model.runtime.errors import CheckpointError, DataError, UserError
+from infini_model.runtime.records import read_record
 from infini_model.runtime.runs import (
     CHECKPOINTS,
     LOCK,
@@ -208,7 +210,7 @@ def _find_data(scope: Scope, notes: list[str]) -> dict[Path, str]:
         return {}
     try:
         return _unreferenced(scope)
-    except DataError as error:
+    except (DataError, PermissionError) as error:
         notes.append(f"{error}; no data is removed, since it may refer to any of it")
         return {}
 
@@ -337,10 +339,7 @@ def _used_by_runs(scope: Scope) -> set[str]:
     """
     places = {scope.output_dir, scope.datasets_dir.parent}
     folders = [path for place in places for path in run_folders(place / "runs")]
-    try:
-        return {read_run(path).dataset.name for path in folders if is_started(path)}
-    except PermissionError as error:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return {read_run(path).dataset.name for path in folders if is_started(path)}
 
 
 def _named_by(listings: Iterable[Path]) -> set[str]:
@@ -348,15 +347,8 @@ def _named_by(listings: Iterable[Path]) -> set[str]:
 
     Such a name is the key of what was downloaded. Raises `DataError` for a damaged listing.
     """
-    names: set[str] = set()
-    for path in listings:
-        try:
-            for ranges in json.loads(path.read_bytes())["sources"].values():
-                addresses = (each["file"]["address"] for each in ranges)
-                names.update(part for address in addresses for part in Path(address).parts)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: is damaged") from error
-    return names
+    files = [each.file for path in listings for each in read_record(path, Listing).ranges]
+    return {part for file in files for part in Path(file.address).parts}
 
 
 def _run_locks(run_dir: Path) -> tuple[Path, Path]:

@@ -192,8 +192,10 @@ def test_while_something_is_damaged_no_data_is_removed_since_it_may_refer_to_any
         whole = path.read_bytes()
         path.write_text("{")
         cleaned = clean_up(output, 30 * DAY, keep=1)
-        told = f"{path}: is damaged; no data is removed, since it may refer to any of it"
-        assert (cleaned.notes, cleaned.counts) == ([told], {})
+        [told] = cleaned.notes
+        assert told.startswith(f"{path}: is damaged")
+        assert told.endswith("; no data is removed, since it may refer to any of it")
+        assert cleaned.kinds == {}
         path.write_bytes(whole)
 
 

@@ -75,20 +75,19 @@ class Garbage:
         """How many things there are of each kind."""
         return dict(Counter(self.kinds.values()))
 
-    def retire(self, path: Path, kind: str) -> None:
+    def retire(self, found: dict[Path, str]) -> None:
         """Give what is to be deleted a temporary name, unless it has one."""
-        try:
-            is_retired = path.name.startswith(TEMPORARY)
-            self.retired.append(path if is_retired else storage.retire(path))
-            self.kinds[path] = kind
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self.fail(path, error)
+        for path, kind in found.items():
+            try:
+                self.retired.append(path if _is_temporary(path) else storage.retire(path))
+                self.kinds[path] = kind
+            except OSError as error:
+                self.fail(path, error)
 
     def fail(self, path: Path | str, error: OSError) -> None:
-        """Note that something cannot be removed."""
-        self.failures.append(f"{path}: cannot be removed: {error.strerror}")
+        """Note that something cannot be removed, unless another cleaning has removed it."""
+        if not isinstance(error, FileNotFoundError):
+            self.failures.append(f"{path}: cannot be removed: {error.strerror}")
 
 
 @dataclass(frozen=True)
@@ -141,9 +140,8 @@ def retire_garbage(scope: Scope) -> Garbage:
             held.enter_context(removals(scope.datasets_dir))
         raw_lock = storage.lock(raw_files_lock(scope.output_dir), wait=False)
         is_busy = raw.is_dir() and not held.enter_context(raw_lock)
-        for path, kind in _find_data(scope, found.notes).items():
-            if not (is_busy and path.parent == raw):
-                found.retire(path, kind)
+        data = _find_data(scope, found.notes)
+        found.retire({path: data[path] for path in data if not (is_busy and path.parent == raw)})
     if is_busy:
         found.notes.append(f"{raw}: is in use; nothing there is removed")
     for run_dir in scope.runs():
@@ -153,8 +151,7 @@ def retire_garbage(scope: Scope) -> Garbage:
             with contextlib.ExitStack() as held:
                 locks = [storage.lock(path, wait=False) for path in _run_locks(run_dir)]
                 if checkpoints and all(map(held.enter_context, locks)) and is_finished(run_dir):
-                    for path, kind in checkpoints.items():
-                        found.retire(path, kind)
+                    found.retire(checkpoints)
         except UserError as error:
             found.failures.append(str(error))
     return found
@@ -163,10 +160,8 @@ def retire_garbage(scope: Scope) -> Garbage:
 def delete_garbage(garbage: Garbage) -> int:
     """Delete what was retired; returns the bytes that this freed."""
 
-    def fail(_: Any, path: str, error: Any) -> None:
-        # Another cleaning may delete the same leftover.
-        if not isinstance(error[1], FileNotFoundError):
-            garbage.fail(path, error[1])
+    def fail(_: object, path: str, error: Any) -> None:
+        garbage.fail(path, error[1])
 
     before = usage(garbage.retired)
     for path in garbage.retired:
@@ -174,7 +169,7 @@ def delete_garbage(garbage: Garbage) -> int:
             shutil.rmtree(path, onerror=fail)
             continue
         try:
-            path.unlink(missing_ok=True)
+            path.unlink()
         except OSError as error:
             garbage.fail(path, error)
     return before - usage(garbage.retired)
@@ -236,35 +231,37 @@ def _unreferenced(scope: Scope) -> dict[Path, str]:
     needed = {key for build in live.values() for key in build.partitions}
     needed |= {key for each in datasets if each.folder.name not in gone for key in each.partitions}
     freed = {key for each in datasets for key in each.partitions}
-    partitions = _unneeded(scope, root / ".partitions", needed, freed, DAY_SECONDS)
+    found = _unneeded(scope, "partition", root / ".partitions", needed, freed, DAY_SECONDS)
 
     needed, freed = ({each.listing for each in some.values()} for some in (live, builds))
-    records = _unneeded(scope, root / ".listings", needed, freed, UNFINISHED_SECONDS)
+    records = _unneeded(scope, "record", root / ".listings", needed, freed, UNFINISHED_SECONDS)
     # Another folder of datasets may have been made from the same downloads.
     folders = {root / ".listings", scope.output_dir / "datasets" / ".listings"}
     listings = {path for folder in folders for path in folder.glob("*.json")}
-    going = listings.intersection(records)
+    going = listings & records.keys()
     needed, freed = _named_by(listings - going), _named_by(going)
-    downloads = _unneeded(scope, raw, needed, freed, UNFINISHED_SECONDS)
+    found |= _unneeded(scope, "download", raw, needed, freed, UNFINISHED_SECONDS) | records
 
     needed, freed = ({build_file(folder).name for folder in some} for some in (live, builds))
-    records += _unneeded(scope, root / ".builds", needed, freed, DAY_SECONDS)
+    found |= _unneeded(scope, "record", root / ".builds", needed, freed, DAY_SECONDS)
     # Any other folder there is not ours, however old.
-    superseded = _unneeded(scope, root, (), gone, math.inf)
-    found = dict.fromkeys(partitions, "partition") | dict.fromkeys(downloads, "download")
-    found |= dict.fromkeys(records, "record") | dict.fromkeys(superseded, "dataset")
-    return {path: "leftover" if _is_temporary(path) else found[path] for path in found}
+    return found | _unneeded(scope, "dataset", root, (), gone, math.inf)
 
 
 def _unneeded(
-    scope: Scope, folder: Path, needed: Collection[str], freed: Collection[str], seconds: float
-) -> list[Path]:
-    """What a folder holds whose name is not `needed`, and that nobody has locked.
+    scope: Scope,
+    kind: str,
+    folder: Path,
+    needed: Collection[str],
+    freed: Collection[str],
+    seconds: float,
+) -> dict[Path, str]:
+    """What a folder of such things holds whose name nobody needs or has locked.
 
     What is `freed` goes whatever its age, other things go after so many seconds. A temporary name
     goes if its writer is dead: the lock is free, or the name is a day old.
     """
-    found = []
+    found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if _is_temporary(path):
             name, age = path.name.removeprefix(TEMPORARY).rpartition("-")[0], DAY_SECONDS
@@ -274,7 +271,7 @@ def _unneeded(
         else:
             name, age, is_free = path.name, seconds, path.name in freed
         if not is_locked(folder / ".locks" / name) and (is_free or scope.is_older(path, age)):
-            found.append(path)
+            found[path] = "leftover" if _is_temporary(path) else kind
     return found
 
 
@@ -313,9 +310,14 @@ def _read_datasets(datasets_dir: Path) -> list[_Dataset]:
 def _superseded(datasets: Iterable[_Dataset], scope: Scope) -> set[str]:
     """Names of those nothing refers to, not recent, and not among the newest of their `data.name`.
 
-    Raises `DataError` if a run cannot be read.
+    Runs of this output folder, and those beside the datasets, refer to them. Raises `DataError` if
+    one cannot be read.
     """
-    needed = _used_by_runs(scope) | {(scope.datasets_dir / "latest").resolve().name}
+    places = {scope.output_dir, scope.datasets_dir.parent}
+    runs = [path for place in places for path in run_folders(place / "runs") if is_started(path)]
+    # The name ends in the key, by which a dataset is known even if its folder was moved since.
+    needed = {read_run(path).dataset.name for path in runs}
+    needed.add((scope.datasets_dir / "latest").resolve().name)
     newer, found = Counter[str](), set()
     for folder, _, used in datasets:
         name = folder.name.rpartition("-")[0]
@@ -329,17 +331,6 @@ def _superseded(datasets: Iterable[_Dataset], scope: Scope) -> set[str]:
         ):
             found.add(folder.name)
     return found
-
-
-def _used_by_runs(scope: Scope) -> set[str]:
-    """The names of the dataset folders that the runs beside them, and of this output folder, use.
-
-    A name ends in the dataset's key, so that it is enough to know a dataset by, even if the output
-    folder was moved since. Raises `DataError` if a run cannot be read.
-    """
-    places = {scope.output_dir, scope.datasets_dir.parent}
-    folders = [path for place in places for path in run_folders(place / "runs")]
-    return {read_run(path).dataset.name for path in folders if is_started(path)}
 
 
 def _named_by(listings: Iterable[Path]) -> set[str]:

@@ -108,7 +108,7 @@ def _files(source: Any) -> list[Path]:
 
 
 def _are_documents(source: Any, files: list[Path]) -> bool:
-    """Whether each file is one document."""
+    """Check that each file is one document."""
     kinds = {format_of(path.name, source.format).partition(".")[0] for path in files}
     return source.separator is None and kinds == {"text"}
 

@@ -56,10 +56,10 @@ BLOCK_BYTES = 512
 
 @dataclass
 class Garbage:
-    """What nobody needs.
+    """Files and folders that nobody needs.
 
     Attributes:
-        kinds: What each file or folder is, by its path: a noun in the singular.
+        kinds: The kind of each, by its path: a noun in the singular.
         retired: The temporary names of those that are to be deleted.
         notes: One line for each thing that had to be left alone.
         failures: One line for each thing that could not be removed.
@@ -141,8 +141,9 @@ def retire_garbage(scope: Scope) -> Garbage:
         raw_lock = storage.lock(raw_files_lock(scope.output_dir), wait=False)
         is_busy = raw.is_dir() and not held.enter_context(raw_lock)
         data = _find_data(scope, found.notes)
-        found.retire({path: data[path] for path in data if not (is_busy and path.parent == raw)})
-    if is_busy:
+        kept = [path for path in data if is_busy and path.parent == raw]
+        found.retire({path: kind for path, kind in data.items() if path not in kept})
+    if kept:
         found.notes.append(f"{raw}: is in use; nothing there is removed")
     for run_dir in scope.runs():
         # It reads a checkpoint, which takes long; the locks are held for moments only.
@@ -256,10 +257,10 @@ def _unneeded(
     freed: Collection[str],
     seconds: float,
 ) -> dict[Path, str]:
-    """What a folder of such things holds whose name nobody needs or has locked.
+    """Find what is in a folder under a name that nobody needs or has locked.
 
-    What is `freed` goes whatever its age, other things go after so many seconds. A temporary name
-    goes if its writer is dead: the lock is free, or the name is a day old.
+    A `freed` name goes whatever its age, others go after so many seconds. A temporary name goes if
+    its writer is dead: the lock is free, or the name is a day old.
     """
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -99,7 +99,7 @@ Template = Annotated[
         "the chat template of the tokenizer, or {role}:\\n{content}\\n\\n if it has none."
     ),
 ]
-# Keys and kinds of a source, which a name of one could be taken for.
+# Keys and kinds of a source, for which a source of that name would be taken.
 RESERVED = frozenset({"kind", "paths", "repository", "files", "hub"})
 KIND = (
     "files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given keys."
@@ -276,7 +276,7 @@ class DataConfig(Section):
         if not self.named_sources:
             yield "sources is empty; name a source, or set data.source"
         for name in sorted(RESERVED & self.named_sources.keys()):
-            yield f"sources.{name} is a word of the settings; give the source another name"
+            yield f"sources.{name} is a reserved name; choose another"
         templates = {each.template for each in self.named_sources.values() if each.pairs}
         if len(templates) > 1:
             yield "the conversations of all sources take one form; give them the same template"

@@ -67,10 +67,10 @@ class Format(NamedTuple):
     """A format of files.
 
     Attributes:
-        suffixes: Which files have it, in lower case.
-        cut: What a file is divided by into ranges; a file that is compressed never is.
-        read: From a range to its rows, as `read_range` gives them.
-        compressed: Whether a file may be compressed as a whole.
+        suffixes: The suffixes of its files, in lower case.
+        cut: The unit of ranges; a compressed file is always read whole.
+        read: The function that reads the rows of a range, as `read_range` gives them.
+        compressed: True if a file may be compressed as a whole.
     """
 
     suffixes: tuple[str, ...]
@@ -115,15 +115,19 @@ class DocumentBatch(NamedTuple):
 def format_of(name: str, given: str | None = None) -> str:
     """The format of a file as `FileRange.format` has it; empty if it is not supported.
 
-    It is `given`, or what the suffix says. Whether the file is compressed, only that says.
+    It is `given`, or told by the suffix; the codec of a compressed file is always told by that.
     """
-    stem = name.lower()
-    suffix = next((each for each in COMPRESSED if stem.endswith(each)), "")
-    stem = stem.removesuffix(suffix)
+    codec, stem = codec_of(name), name.lower()
+    stem = stem.rpartition(".")[0] if codec else stem
     kind = given or next((k for k, each in FORMATS.items() if stem.endswith(each.suffixes)), "")
-    if not suffix or not kind:
+    if not codec or not kind:
         return kind
-    return f"{kind}.{COMPRESSED[suffix]}" if FORMATS[kind].compressed else ""
+    return f"{kind}.{codec}" if FORMATS[kind].compressed else ""
+
+
+def codec_of(name: str) -> str:
+    """The codec of a compressed file, as `FileRange.codec` has it; empty for any other."""
+    return COMPRESSED.get(name[name.rfind(".") :].lower(), "")
 
 
 def check_format(name: str, given: str | None, address: str | None = None) -> None:
@@ -131,8 +135,8 @@ def check_format(name: str, given: str | None, address: str | None = None) -> No
     if not format_of(name, given):
         known = " ".join(each.suffixes[0] for each in FORMATS.values())
         raise DataError(
-            f"{address or name}: unsupported format; supported: {known} and source code, and .gz "
-            "and .zst of most; data.source.format names it for files with other suffixes"
+            f"{address or name}: unsupported format; supported: {known}, source code, and all but "
+            ".parquet and .arrow also as .gz or .zst; for other suffixes set data.source.format"
         )
 
 
@@ -142,7 +146,7 @@ def whole_file(file: SourceFile, given: str | None = None) -> FileRange:
 
 
 def cut_of(part: FileRange, reading: Reading) -> Cut:
-    """What a file can be divided by."""
+    """The unit by which a file can be divided."""
     if part.codec or (part.kind == "text" and reading.separator is None):
         return "whole"
     return FORMATS[part.kind].cut

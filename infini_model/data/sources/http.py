@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from infini_model.data.sources.files import brief
-from infini_model.data.sources.formats import check_format, format_of
+from infini_model.data.sources.formats import check_format, codec_of
 from infini_model.data.sources.text import CODECS
 from infini_model.runtime import storage
 from infini_model.runtime.errors import BUSY, DataError, UnreachableError
@@ -52,9 +52,8 @@ def fetch_files(
     A `*` in an address is a glob, if the file system can list files. `given` is the format of the
     files; by default suffixes tell it.
 
-    Raises `DataError` for an
-    address that is refused, not found or of an unknown format, `UnreachableError` for a host
-    that does not answer, `UserError` on a full disk.
+    Raises `DataError` for an address that is refused, not found or of an unsupported format,
+    `UnreachableError` for a host that does not answer, `UserError` on a full disk.
     """
     remotes = [remote for address in addresses for remote in _resolve(address, raw_dir, given)]
     total = sum(remote.size or 0 for remote in remotes)
@@ -137,9 +136,8 @@ def _copy(remote: _Remote, file: Any) -> Iterator[int]:
             )
             start = start if source.r.status == 206 else 0
             # As a name such as a.jsonl.gz says, too, or else although it was not asked for.
-            name = remote.target.name
             encoding = source.r.headers.get("Content-Encoding") or "identity"
-            if encoding not in ("identity", CODECS.get(format_of(name, "text").partition(".")[2])):
+            if encoding not in ("identity", CODECS.get(codec_of(remote.target.name))):
                 why = f"is sent compressed (Content-Encoding: {encoding}); download it yourself"
                 raise DataError(f"{remote.address}: {why}")
         else:

@@ -31,7 +31,7 @@ from infini_model.data.sources.files import (
     open_source,
 )
 from infini_model.data.sources.formats import format_of, whole_file
-from infini_model.data.sources.rows import Reading, text_columns, top_column
+from infini_model.data.sources.rows import Reading, path_in, text_columns
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import FactCache
@@ -96,10 +96,10 @@ def list_dataset(
     """The files of a configuration and split, in the order in which `datasets` reads them.
 
     `source.repository` is a name on the hub, whose listing has the hashes of files, or a local
-    folder. Plain Parquet and JSON files stay where they are, of Parquet also the first ones that
-    have `limit` rows. Others, and what such a limit leaves of a single file, are streamed to
-    Parquet files below `raw_dir`, in a folder keyed by all that decides the rows: a complete
-    download is never repeated, a killed one resumes after its last file.
+    folder. Plain Parquet and JSON files stay where they are; with a `limit`, so do the Parquet
+    files that have the first rows, if they are several. Others are streamed to Parquet files below
+    `raw_dir`, in a folder keyed by all that decides the rows: a complete download is never
+    repeated, a killed one resumes after its last file.
 
     Raises `DataError` for a name, configuration, split, revision or column that does not exist,
     `UnreachableError` if the hub does not answer, `UserError` on a full disk.
@@ -107,25 +107,24 @@ def list_dataset(
     commit = None
     if not Path(source.repository).is_dir():
         commit = pin_repository(source.repository, source.revision, "dataset")
-    ranges: list[FileRange] | None = None
     if paths := _plain_files(source, commit):
         if commit is None:
             files = fingerprint(paths, facts)
         else:
             files = _describe(source.repository, commit, paths)
         ranges = list(map(whole_file, files))
-    if ranges is not None and source.limit is not None:
-        ranges = _first_rows(ranges, source.limit)
-    if ranges is None:
-        paths = _fetch(source, commit, raw_dir, progress)
-        ranges = list(map(whole_file, fingerprint(paths, facts)))
-    return ranges
+        if source.limit is None:
+            return ranges
+        if first := _first_rows(ranges, source.limit):
+            return first
+    paths = _fetch(source, commit, raw_dir, progress)
+    return list(map(whole_file, fingerprint(paths, facts)))
 
 
 def _first_rows(files: Sequence[FileRange], limit: int) -> list[FileRange] | None:
-    """The files with the first rows, by their footers; None if that is a part of one file.
+    """The files with the first `limit` rows; None if one file has them, or one is not Parquet.
 
-    All of a file on the hub is fetched, so that of one alone the rows are better streamed.
+    Reads footers. A file on the hub is fetched whole, so a part of a single one is better streamed.
     """
     import pyarrow.parquet as pq
 
@@ -247,7 +246,7 @@ def _stream(
 
     def selected(batch: pa.Table) -> pa.Table:
         columns = text_columns(what, batch.schema, reading)
-        return batch.select([top_column(batch.schema, column) for column in columns])
+        return batch.select([path_in(batch.schema, column)[0] for column in columns])
 
     tables = map(selected, batches)
     for number, table in enumerate(_gather(what, tables, done, progress), len(parts)):

@@ -68,8 +68,7 @@ def values_in(data: Iterable[bytes]) -> Iterator[Any]:
     """
     decoder = json.JSONDecoder(parse_int=whole_number)
     utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    text, least = "", 0
-    in_array: bool | None = None
+    text, least, in_array = "", 0, False
     for chunk in chain(data, [b""]):
         text += utf8.decode(chunk, final=not chunk)
         if chunk and len(text) < least:
@@ -77,13 +76,9 @@ def values_in(data: Iterable[bytes]) -> Iterator[Any]:
         place = 0
         while begin := BEGIN.search(text, place):
             place = begin.start()
-            if in_array is None and text[place] == "[":
-                in_array, place = True, place + 1
+            if text[place] == ("]" if in_array else "["):
+                in_array, place = not in_array, place + 1
                 continue
-            if in_array and text[place] == "]":
-                in_array, place = False, place + 1
-                continue
-            in_array = in_array or False
             try:
                 value, place = decoder.raw_decode(text, place)
             except json.JSONDecodeError as error:
@@ -100,7 +95,7 @@ def values_in(data: Iterable[bytes]) -> Iterator[Any]:
             place = len(text)
         text = text[place:]
     if in_array:
-        raise DataError("is missing: the file ends inside its array")
+        raise DataError("the file ends inside its array")
 
 
 def whole_number(digits: str) -> int | float:

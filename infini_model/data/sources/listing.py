@@ -55,8 +55,7 @@ def download(
     listed: dict[str, list[FileRange]] = {}
     for name, source in config.named_sources.items():
         with named_settings(name):
-            found = _list_source(source, output_dir / "raw", facts, progress)
-        listed[name] = found
+            listed[name] = _list_source(source, output_dir / "raw", facts, progress)
     facts.save()
     return Listing(sources=listed)
 

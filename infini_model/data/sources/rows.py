@@ -152,7 +152,7 @@ def read_csv(
                     raise DataError(f"has {len(row)} fields, {len(names)} columns are named")
                 yield dict(zip_longest(names, row))
         except csv.Error as error:
-            raise DataError(f"ends at line {rows.line_num}: {error}") from error
+            raise DataError(f"at line {rows.line_num}: {error}") from error
 
     yield from _of_objects(objects(), part, reading, batch_bytes)
 
@@ -214,26 +214,20 @@ def _missing_column(column: str, present: Iterable[str], where: str = "") -> Dat
     return DataError(f"{where}has no column {column!r}; it has: {shown}{more}")
 
 
-def _type_at(schema: pa.Schema, column: str) -> pa.DataType | None:
-    """The type of what `_value_at` finds, None if there is no such column."""
+def path_in(schema: pa.Schema, column: str) -> list[str]:
+    """The names that lead to what `_value_at` finds, empty if there is no such column."""
     kind: pa.DataType = pa.struct(schema)
-    for name in column.split("."):
+    path = column.split(".")
+    for name in path:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            return schema.field(column).type if column in schema.names else None
+            return [column] if column in schema.names else []
         kind = kind.field(name).type
-    return kind
-
-
-def top_column(schema: pa.Schema, column: str) -> str:
-    """The column of a table that holds the one at a path."""
-    top = column.partition(".")[0]
-    return top if top in schema.names else column
+    return path
 
 
 def _column_at(batch: pa.RecordBatch, column: str) -> pa.Array:
-    top = top_column(batch.schema, column)
-    array, path = batch.column(top), column.removeprefix(top).split(".")[1:]
-    return pc.struct_field(array, path) if path else array
+    top, *path = path_in(batch.schema, column)
+    return pc.struct_field(batch.column(top), path) if path else batch.column(top)
 
 
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
@@ -247,8 +241,10 @@ def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]
             )
     if chats is not None:
         return columns
-    kind = _type_at(schema, column)
-    if kind is None:
+    kind: pa.DataType = pa.struct(schema)
+    for name in (path := path_in(schema, column)):
+        kind = kind.field(name).type
+    if not path:
         raise _missing_column(column, names, f"{address}: ")
     value = kind.value_type if pa.types.is_dictionary(kind) or _is_list(kind) else kind
     if not any(test(value) for test in HOLDS_TEXT):
@@ -289,8 +285,10 @@ def text_bytes(metadata: Any, group: int, reading: Reading) -> int:
 def _text_chunk(metadata: Any, group: int, column: str) -> Any:
     # Not by the names of the chunks: to ask an encrypted one for anything ends the process.
     paths = [metadata.schema.column(each).path for each in range(metadata.num_columns)]
-    # That of a list is longer, as it names the items as well.
-    index = next(n for n, path in enumerate(paths) if f"{path}.".startswith(f"{column}."))
+    if column not in paths:
+        # That of a list is longer, as it names the items as well.
+        column = next(path for path in paths if path.startswith(f"{column}."))
+    index = paths.index(column)
     return metadata.row_group(group).column(index)
 
 
@@ -323,7 +321,7 @@ def read_arrow(
     if not schema.names:
         return  # so `datasets` writes no rows at all
     columns = text_columns(address, schema, reading)
-    fields = [schema.names.index(top_column(schema, column)) for column in columns]
+    fields = [schema.names.index(path_in(schema, column)[0]) for column in columns]
     source.seek(0)
     reader = opened(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)

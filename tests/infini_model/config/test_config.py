@@ -367,7 +367,7 @@ REFUSED = {
     "evaluation.tasks=[sample, heat]": "evaluation.tasks.1: got 'heat': ",
     "tracking={mlflow: false, registered_model: mine}": "tracking: registered_model needs mlflow",
     "data.sources={}": "data: sources is empty; name a source, or set data.source",
-    "data.sources={hub: {paths: a.txt}}": "data: sources.hub is a word of the settings; give the",
+    "data.sources={hub: {paths: a.txt}}": "data: sources.hub is a reserved name; choose another",
     "data.sources={a: {paths: [x], colum: y}}": (
         "data.sources.a.colum: unknown key; did you mean data.sources.a.column?"
     ),

@@ -7,7 +7,7 @@ from prefect import get_run_logger
 from infini_model.config import Config
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.errors import DeviceError, StoreError
-from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore, split_address
 from infini_model.runtime.store_client import endpoint_of
 from infini_model.runtime.stored_runs import refresh_runs
@@ -35,11 +35,11 @@ def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
     """Check that the stores of runs, and of a dataset that is built, honour conditional writes.
 
     Amazon S3, Google Cloud Storage and Azure do. With some servers that speak like S3, two machines
-    would train in one run, and neither would notice. It takes six requests for each bucket, once on
-    this machine. Raises `StoreError`, and as `ObjectStore` does.
+    would train in one run, and neither would notice. It takes six requests for each bucket, once
+    for an output folder. Raises `StoreError`, and as `ObjectStore` does.
     """
     datasets = "run.output_dir" if run.data_store is None else "run.data_dir"
-    facts = fact_cache_here(run.output_dir)
+    facts = fact_cache(run.output_dir)
     for setting, address in (
         ("run.output_dir", run.store),
         (datasets, run.datasets_store if builds_dataset else None),

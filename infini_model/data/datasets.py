@@ -19,7 +19,6 @@ import os
 import platform
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ import numpy as np
 
 from infini_model.data.make_partition import Advance, features, make_partition, write_shard
 from infini_model.data.manifest import (
+    ASSEMBLED,
     FORMAT_VERSION,
     LATEST,
     PARTITIONS,
@@ -45,14 +45,12 @@ from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.data.verify import find_faults, verify_dataset
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
-from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.records import Record, read_record, write_record
 
 log = logging.getLogger(__name__)
 
 RECORD = "partition.json"
-# Who has made a partition this recently, perhaps on another machine, has computed its checksums.
-VOUCHED_NANOSECONDS = 7 * 86_400 * 10**9
 # Another disk, a file system without hard links, or a file that may have no more of them.
 UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 EMPTY_SHARD = "data-00000-of-00001.arrow"
@@ -67,7 +65,7 @@ class Datasets:
         self.place = str(folder)
         self.partitions = folder / PARTITIONS
         self.tokenizers = TokenizerStore(folder)
-        self._facts = fact_cache_here(folder)
+        self._facts = fact_cache(folder)
         self._sweeping, self._is_swept = threading.Lock(), False
 
     def partition_keys(self) -> set[str]:
@@ -79,10 +77,9 @@ class Datasets:
             return set()
 
     def find_partitions(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
-        """The partitions of these keys that are finished and intact.
+        """The partitions of these keys that are finished and intact, as far as `find_faults` looks.
 
-        Checksums are compared as `find_faults` says, but not of partitions that were made lately; a
-        damaged one is named in the log.
+        A damaged one is named in the log.
         """
         records, faults = self._look_at(keys)
         for fault in faults:
@@ -99,12 +96,10 @@ class Datasets:
         written: dict[str, int] = {}
         faults: list[str] = []
         for key in dict.fromkeys(keys):
-            path = f"{self.partitions}/{key}/{RECORD}"
+            path = self.partitions / key / RECORD
             try:
-                written[key] = os.stat(path).st_mtime_ns  # noqa: PTH116 - there are many
-                if written[key] < time.time_ns() - VOUCHED_NANOSECONDS:
-                    written[key] = 0
-                records[key] = read_record(Path(path), PartitionRecord)
+                written[key] = path.stat().st_mtime_ns
+                records[key] = read_record(path, PartitionRecord)
             except FileNotFoundError:
                 continue
             except DataError as error:
@@ -112,8 +107,8 @@ class Datasets:
         found = [(key, shard) for key, record in records.items() for shard in record.files()]
         damage = find_faults(
             [(f"{self.partitions}/{shard.path}", shard) for _, shard in found],
+            [written[key] for key, _ in found],
             self._facts,
-            vouched=[written[key] for key, _ in found],
         )
         for (key, _), fault in zip(found, damage, strict=True):
             if fault is not None:
@@ -122,7 +117,7 @@ class Datasets:
         self._facts.save()
         return records, faults
 
-    def find_made(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
+    def read_records(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The partitions of these keys, which were made a moment ago."""
         return self.find_partitions(keys)
 
@@ -302,7 +297,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
         }
         (folder / split / "state.json").write_text(json.dumps(state, indent=2))
         (folder / split / "dataset_info.json").write_text(json.dumps(info, indent=2))
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+    (folder / ASSEMBLED).write_text(json.dumps({"splits": list(SPLITS)}))
     write_record(folder / storage.MANIFEST, manifest)
 
 
@@ -313,7 +308,7 @@ def link(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in UNLINKABLE:
             raise
-        shutil.copyfile(source, target)
+        shutil.copy2(source, target)  # with the time at which it was written
 
 
 # What datasets are made from, and which of them are in use now: whoever is about to use a dataset

@@ -7,6 +7,7 @@ so a later dataset downloads no more than the partitions that are new.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -14,10 +15,16 @@ from functools import partial
 from pathlib import Path
 
 from infini_model.data.datasets import RECORD, Datasets, link
-from infini_model.data.manifest import PARTITIONS, Shard, read_manifest, read_origin
+from infini_model.data.manifest import (
+    ASSEMBLED,
+    PARTITIONS,
+    Shard,
+    read_manifest,
+    read_origin,
+)
 from infini_model.data.partitions import PartitionRecord
 from infini_model.data.store import read_or_invalidate
-from infini_model.data.verify import find_faults
+from infini_model.data.verify import assembled_at, find_faults
 from infini_model.runtime import storage
 from infini_model.runtime.errors import (
     DataError,
@@ -25,7 +32,7 @@ from infini_model.runtime.errors import (
     ObjectMissingError,
     UserError,
 )
-from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.stage_protocol import OnProgress
 
@@ -57,8 +64,9 @@ def download_shards(
     origin = read_origin(folder)
     if origin is None:
         return
-    listed, facts = dict(read_manifest(folder).files()), fact_cache_here(folder.parent)
-    faults = find_faults([(f"{folder}/{name}", shard) for name, shard in listed.items()], facts)
+    listed, facts = dict(read_manifest(folder).files()), fact_cache(folder.parent)
+    files = [(f"{folder}/{name}", shard) for name, shard in listed.items()]
+    faults = find_faults(files, [assembled_at(folder)] * len(files), facts)
     lacking = [name for name, fault in zip(listed, faults, strict=True) if fault]
     if lacking:
         partitions: dict[str, dict[str, Shard]] = {_key(listed[name]): {} for name in lacking}
@@ -79,6 +87,7 @@ def download_shards(
                 temporary.replace(folder / name)
                 # A rename onto another link to the same file does nothing.
                 temporary.unlink(missing_ok=True)
+            os.utime(folder / ASSEMBLED)
     facts.save()
 
 
@@ -126,8 +135,6 @@ def _download_missing(
                 progress(done, total)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    # Their checksums were compared on the way.
-    here.find_partitions(list(missing))
 
 
 def _has(record: PartitionRecord | None, shards: dict[str, Shard]) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,8 @@ from infini_model.runtime.records import Record, parse_record, read_bytes, read_
 FORMAT_VERSION = 5
 ORIGIN = "origin.json"
 LATEST = "latest"
+# Written once, as a dataset folder is put together, and again when all its shards are compared.
+ASSEMBLED = "dataset_dict.json"
 AGAIN = "run the preprocess stage again"
 PARTITIONS = ".partitions"  # the shards of all datasets of a folder or an address
 Split = Literal["train", "validation", "test"]
@@ -154,14 +156,21 @@ class Manifest(Record):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a dataset folder; the shards are not verified.
+    """The manifest of a dataset folder, parsed once; the shards are not verified.
 
     Raises `DataError` in one line if the folder is missing, incomplete or not a dataset.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: is not a dataset folder: it does not exist")
-    if not (folder / storage.MANIFEST).is_file():
+    path = folder / storage.MANIFEST
+    if not path.is_file():
         raise DataError(f"{folder}: is not a complete dataset folder: it has no {storage.MANIFEST}")
+    stat = path.stat()
+    return _parsed(folder, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@functools.lru_cache(1)  # of a million partitions, the last one only
+def _parsed(folder: Path, _version: tuple[int, ...]) -> Manifest:
     return parse_manifest(read_bytes(folder / storage.MANIFEST), str(folder))
 
 
@@ -183,7 +192,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
 
 def metadata_files(manifest: Manifest) -> Iterator[str]:
     """The files beside the shards, as paths in the dataset folder."""
-    yield "dataset_dict.json"
+    yield ASSEMBLED
     if manifest.tokenizer.spec != "bytes":
         yield from manifest.tokenizer.files
     for split in SPLITS:
@@ -206,13 +215,11 @@ def read_origin(folder: Path) -> Origin | None:
     return read_record(path, Origin) if path.exists() else None
 
 
-def has_own_shards(folder: Path, manifest: Manifest) -> bool:
+def has_own_shards(folder: Path) -> bool:
     """Whether the shards of a dataset are in its folder.
 
-    Of one without any, such as in a bucket that is mounted, they are in `.partitions` beside it.
+    In a bucket that is mounted they are in `.partitions` beside it.
     """
-    # No `Path`: making one takes longer than asking for the file.
-    own = any(os.path.exists(f"{folder}/{name}") for name, _ in manifest.files())  # noqa: PTH110
+    latest = folder.parent / LATEST
     # In a store `latest` is an object, in a folder of this machine a link.
-    is_mounted = (folder.parent / LATEST).is_file() and not (folder.parent / LATEST).is_symlink()
-    return own or not is_mounted
+    return latest.is_symlink() or not latest.is_file()

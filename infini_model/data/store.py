@@ -108,7 +108,7 @@ class StoredDatasets(Datasets):
         """
         there = [key for key in dict.fromkeys(keys) if hash(f"{key}/{RECORD}") in self._sizes]
         records: dict[str, PartitionRecord] = {}
-        for key, record in self._read_records(there).items():
+        for key, record in self.read_records(there).items():
             fault = next(self._shard_faults(record.files()), None)
             if fault is not None:
                 # Another machine may have made it again since the listing.
@@ -121,11 +121,9 @@ class StoredDatasets(Datasets):
                 invalidate(self._shards, key)
         return records
 
-    def find_made(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
+    def read_records(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The partitions of these keys, which were made after the listing."""
-        return self._read_records(keys)
 
-    def _read_records(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         def read(key: str) -> PartitionRecord | None:
             name = f"{key}/{RECORD}"
             try:

@@ -1,7 +1,8 @@
-"""Comparing shards with their checksums, where something is new.
+"""Whether shards are what their records say.
 
-The checksum of a shard is computed if this machine has not seen the file before or the file was
-written since, and on demand (`infini verify`).
+Sizes and times tell, without reading: a shard is as old as its record, or older. The checksum of
+one that was written later is compared, and those of all on demand (`infini verify`). What a
+machine has found holds for all that see the folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from infini_model.data.manifest import (
+    ASSEMBLED,
     PARTITIONS,
     Manifest,
     Shard,
@@ -23,11 +25,11 @@ from infini_model.data.manifest import (
 )
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.fact_cache import FactCache, fact_cache_here
+from infini_model.runtime.fact_cache import FactCache, fact_cache
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.stage_protocol import OnProgress
 
-# Which checksums are compared: those of files that this machine has not seen as they are, or all.
+# Which checksums are compared: those of files that were written after their records, or all.
 Checksums: TypeAlias = Literal["new", "all", "none"]
 
 
@@ -40,17 +42,16 @@ class Verified(NamedTuple):
 
 def find_faults(
     files: Sequence[tuple[str, Shard]],
+    recorded: Sequence[int],
     facts: FactCache,
     *,
     checksums: Checksums = "new",
-    vouched: Sequence[int] | None = None,
     progress: OnProgress = lambda _done, _total: None,
 ) -> list[str | None]:
     """What is wrong with each file in one line, or None if it is what its record says.
 
-    `vouched` is when the record of each was written, in ns: a new file that was not written since
-    then is taken for what its record says. `progress(done, total)` counts the bytes of the files
-    whose checksums are compared.
+    `recorded` is when the record of each was written, in ns since the epoch. `progress(done,
+    total)` counts the bytes of the files whose checksums are compared.
     """
     faults: list[str | None] = [None] * len(files)
     to_hash: list[int] = []
@@ -60,15 +61,14 @@ def find_faults(
         except OSError as error:
             faults[number] = _unreadable(path, error)
             continue
-        known = facts.get(_version(stat))
         if stat.st_size != shard.bytes:
             faults[number] = f"{path}: has {stat.st_size} bytes, its record says {shard.bytes}"
         elif checksums == "all":
             to_hash.append(number)
-        elif checksums == "new" and known != shard.sha256:
-            if known is None and vouched and stat.st_mtime_ns <= vouched[number]:
-                facts.put(_version(stat), shard.sha256)
-            else:
+        elif checksums == "new":
+            known = facts.get(_version(stat))
+            is_older = known is None and stat.st_mtime_ns <= recorded[number]
+            if known != shard.sha256 and not is_older:
                 to_hash.append(number)
 
     def fault_of(number: int) -> str | None:
@@ -78,9 +78,10 @@ def find_faults(
             checksum = storage.sha256(path)
         except OSError as error:
             return _unreadable(path, error)
-        # Also that of a damaged file: nobody takes it for what its record says.
-        facts.put(version, checksum)
         is_whole = checksum == shard.sha256
+        # That of a damaged file, too: nobody takes it for what its record says.
+        if not is_whole or checksums == "new":
+            facts.put(version, checksum)
         return None if is_whole else f"{path}: is damaged: its checksum differs from its record"
 
     done, total = 0, sum(files[number][1].bytes for number in to_hash)
@@ -93,8 +94,11 @@ def find_faults(
 
 
 def _version(stat: os.stat_result) -> str:
-    """What changes when a shard is written; not ctime, which making a hard link changes too."""
-    return f"{stat.st_dev}-{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+    """What changes when a shard is written, and is the same on all machines that see the file.
+
+    Not ctime, which making a hard link changes too.
+    """
+    return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
 
 
 def _unreadable(path: str, error: OSError) -> str:
@@ -135,13 +139,24 @@ def examine_dataset(
         if not (folder / name).is_file()
     ]
     files = [(f"{folder}/{name}", shard) for name, shard in manifest.files()]
-    if not has_own_shards(folder, manifest):
+    if not has_own_shards(folder):
         beside = folder.parent / PARTITIONS
         files = [(f"{beside}/{shard.path}", shard) for _, shard in files]
         checksums = "none" if checksums == "new" else checksums
     if read_origin(folder) is not None:
         files = [(path, shard) for path, shard in files if os.path.exists(path)]  # noqa: PTH110
-    facts = fact_cache_here(folder.parent)
-    found = find_faults(files, facts, checksums=checksums, progress=progress)
+    facts, times = fact_cache(folder.parent), [assembled_at(folder)] * len(files)
+    found = find_faults(files, times, facts, checksums=checksums, progress=progress)
     facts.save()
     return Verified(manifest, faults + [fault for fault in found if fault])
+
+
+def assembled_at(folder: Path) -> int:
+    """When a dataset folder was put together, in ns since the epoch; 0 if that is unknown.
+
+    Not its manifest's time, which is that of the last use.
+    """
+    try:
+        return (folder / ASSEMBLED).stat().st_mtime_ns
+    except OSError:
+        return 0

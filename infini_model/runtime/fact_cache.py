@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,8 +26,8 @@ REFRESH_DAYS = 7
 class FactCache:
     """Facts (JSON values) by key in the file `path`; losing the file costs time and nothing else.
 
-    The file, some 40 MB for 100,000 partitions, is read when a fact is first asked for. `save`
-    merges the new facts into it, whatever other processes have saved in the meantime.
+    The file is read when a fact is first asked for. `save` merges the new facts into it, whatever
+    other processes and machines have saved in the meantime.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,6 +49,11 @@ class FactCache:
         """Remember a fact, from the next `save` on also for other processes."""
         self._new[key] = [value, self._today]
 
+    def refresh(self) -> None:
+        """Save the new facts, and read those that others have saved."""
+        self.save()
+        self.__dict__.pop("_facts", None)
+
     def save(self) -> None:
         """Write the new facts to the file; where that is impossible they are found again later."""
         new, self._new = self._new, {}
@@ -69,12 +73,9 @@ class FactCache:
 
 
 @cache
-def fact_cache_here(folder: Path) -> FactCache:
-    """What this machine remembers about files, kept in a shared `folder`.
-
-    Each machine has a file of its own, since the inodes of another machine are other files.
-    """
-    return FactCache(folder / ".facts" / f"{socket.gethostname()}.json")
+def fact_cache(folder: Path) -> FactCache:
+    """What is remembered about files by all machines that see a `folder`, in that folder."""
+    return FactCache(folder / ".facts.json")
 
 
 def _read(path: Path) -> dict[str, list[Any]]:

@@ -143,14 +143,14 @@ def fetch_folder(
 
 
 def _fingerprint(folder: Path, datasets_dir: Path) -> str:
-    from infini_model.data.sources.files import fingerprint
+    from infini_model.data.sources.files import fingerprint, local_files
     from infini_model.model.hf.config import CONFIG
     from infini_model.model.hf.weights import weight_files
-    from infini_model.runtime.fact_cache import fact_cache_here
+    from infini_model.runtime.fact_cache import fact_cache
 
     paths = [folder / CONFIG, *weight_files(folder)]
-    facts = fact_cache_here(datasets_dir)
-    files = fingerprint([str(path) for path in paths], facts)
+    facts = fact_cache(datasets_dir)
+    files = fingerprint(local_files(map(str, paths)), facts)
     facts.save()
     content = [[path.name, file.fingerprint] for path, file in zip(paths, files, strict=True)]
     return f"sha256:{content_key(content)}"

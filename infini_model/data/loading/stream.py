@@ -393,7 +393,7 @@ def open_split(dataset_dir: Path, split: str) -> TokenStream:
         raise DataError(f"split {split!r} is unknown; there are: {', '.join(SPLITS)}")
     record = manifest.splits[name]
     shards = record.shards
-    if has_own_shards(dataset_dir, manifest):
+    if has_own_shards(dataset_dir):
         folder, files = dataset_dir / split, [shard.file for shard in shards]
     else:
         folder, files = dataset_dir.parent / PARTITIONS, [shard.path for shard in shards]

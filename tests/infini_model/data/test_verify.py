@@ -2,19 +2,20 @@
 
 import json
 import os
-import shutil
 
 import pytest
 from corpora import build, files_config, make_texts, write_files
 
 from infini_model.config import PackingConfig
+from infini_model.data.datasets import Datasets
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
 from infini_model.data.sources.files import Listing, SourceFile
 from infini_model.data.sources.formats import whole_file
 from infini_model.data.verify import examine_dataset, verify_dataset
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.records import write_record
 from infini_model.runtime.storage import make_folder
 
@@ -91,11 +92,38 @@ def test_a_restored_folder_is_compared_and_one_without_shards_is_damaged(tmp_pat
         path.unlink()
     with pytest.raises(DataError, match=r"is missing$"):
         verify_dataset(folder)
-    # As `rsync -a` leaves what has lost a bit long after it was made.
+    # As a copy without times leaves what has lost a bit.
     partition.write_bytes(whole[:-9] + b"\1" + whole[-8:])
-    for path in partition.parent.iterdir():
-        os.utime(path, (1e9, 1e9))
-    fact_cache_here.cache_clear()
-    shutil.rmtree(tmp_path / "datasets" / ".facts")
+    fact_cache.cache_clear()
     build(several, tmp_path)
     assert (folder / name).read_bytes() == partition.read_bytes() == whole
+
+
+def test_a_manifest_is_parsed_again_only_if_it_was_written(tmp_path, several):
+    manifest, folder = build(several, tmp_path)
+    first = read_manifest(folder)
+    assert first == manifest
+    assert read_manifest(folder) is first
+    write_record(folder / "manifest.json", manifest.model_copy(update={"seconds": 1.5}))
+    assert read_manifest(folder).seconds == 1.5
+
+
+def test_what_one_machine_has_compared_no_other_reads(tmp_path, several, monkeypatch):
+    manifest, folder = build(several, tmp_path)
+    read, sha256 = [], storage.sha256
+    monkeypatch.setattr(storage, "sha256", lambda path: read.append(path) or sha256(path))
+
+    def another_machine():
+        fact_cache.cache_clear()
+        read.clear()
+        assert verify_dataset(folder) == manifest
+        assert set(Datasets(folder.parent).find_partitions(manifest.partitions)) == partitions
+        return len(read)
+
+    partitions = set(manifest.partitions)
+    assert another_machine() == 0
+    # A copy elsewhere that has lost the times.
+    for path in folder.rglob("*.arrow"):
+        os.utime(path)
+    assert another_machine() == len(list(manifest.files()))
+    assert another_machine() == 0

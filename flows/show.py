@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +18,7 @@ from infini_model.data.loading.coverage import measure_coverage
 from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.stream import count_duplicates
 from infini_model.data.loading.windows import Batch, Windows
-from infini_model.data.manifest import Manifest, read_manifest
+from infini_model.data.manifest import SPLITS, Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer
 from infini_model.objectives import make_objective
@@ -48,7 +48,7 @@ def show(config: Config, *, every: bool) -> None:
     )
     console.print(f"Dataset: {plan.address or plan.folder}")
     _print_sizes(console, manifest, windows)
-    train, segment, size = windows["train"], config.model.segment_length, batches.global_batch
+    train, segment, size = windows("train"), config.model.segment_length, batches.global_batch
     phases = make_phases(
         train, config.packing, segment, total_steps=config.training.total_steps, global_batch=size
     )
@@ -78,13 +78,14 @@ def show(config: Config, *, every: bool) -> None:
         console.print(f"\n{len(numbers) - len(shown):,} more windows; --all prints them")
 
 
-def _print_sizes(console: Console, manifest: Manifest, windows: Mapping[str, Windows]) -> None:
+def _print_sizes(console: Console, manifest: Manifest, windows: Callable[[str], Windows]) -> None:
     tokenizer, kind = manifest.tokenizer, "conversations" if manifest.conversations else "texts"
     vocabulary = f"{tokenizer.spec}, {tokenizer.vocab_size:,} tokens"
     console.print(f"Documents: {kind}", f"Tokenizer: {vocabulary}", sep="\n")
     titles = ("Documents", "Tokens", "Tokens a document", "Windows")
     table = Table("Split", *(Column(title, justify="right") for title in titles))
-    for split, each in windows.items():
+    splits: dict[str, Windows] = {split: windows(split) for split in SPLITS}
+    for split, each in splits.items():
         rows = [(split, each.stream, len(each))]
         for name, part in each.stream.sections().items():
             rows += [(f"  {name}", part, len(each.sources[name]))] if name else []
@@ -93,7 +94,7 @@ def _print_sizes(console: Console, manifest: Manifest, windows: Mapping[str, Win
             numbers = (f"{part.documents:,}", f"{part.tokens:,}", f"{mean:,.1f}", f"{count:,}")
             table.add_row(title, *numbers)
     console.print(table)
-    again, is_estimate = count_duplicates([each.stream for each in windows.values()])
+    again, is_estimate = count_duplicates([each.stream for each in splits.values()])
     found = f"{'about ' * is_estimate}{again:,} ({again / manifest.documents:.1%})"
     console.print(f"Exact duplicates: {found}")
 

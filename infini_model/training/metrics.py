@@ -283,7 +283,7 @@ class Console(Callback):
         log.info(
             "Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | Epoch: %.2f | ETA: %s",
             *(step.number, step.total, step.loss, step.learning_rate, step.grad_norm),
-            *(read / len(self._setup.windows["train"]), left),
+            *(read / len(self._setup.windows("train")), left),
         )
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
@@ -342,15 +342,15 @@ def log_banner(setup: TrainingSetup) -> None:
             100 * training.total_steps / training.warmup_steps,
         )
     for split in ("validation", "test"):
-        if len(setup.windows[split]) == 0:
+        if len(setup.windows(split)) == 0:
             log.warning("%s: split %s is too small for one window; no loss", name, split)
 
 
 def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     """What is trained, where, from which weights, and how long."""
     config, world, plan, start = setup.config, setup.world, setup.plan, setup.start
-    total, windows = config.training.total_steps, len(setup.windows["train"])
-    sources = setup.windows["train"].sources
+    total, windows = config.training.total_steps, len(setup.windows("train"))
+    sources = setup.windows("train").sources
     positions = plan.global_batch * config.packing.context_length
     growth = []
     if (schedule := config.packing.context_schedule) is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ class ResumePoint:
 class TrainingSetup:
     """What a training works with.
 
-    `config` is resolved, see `resolve`. `windows` are by split. Of the run folder the ranks other
-    than 0 know what rank 0 tells them; `record` exists there only.
+    `config` is resolved, see `resolve`. `windows` opens those of a split, once. Of the run folder
+    the ranks other than 0 know what rank 0 tells them; `record` exists there only.
     """
 
     config: Config
@@ -107,7 +108,7 @@ class TrainingSetup:
     recovery: Recovery
     initial_weights: InitialWeights | None
     plan: BatchPlan
-    windows: Mapping[str, Windows]
+    windows: Callable[[str], Windows]
     train_module: TrainModule
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
@@ -168,9 +169,9 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     if start.state is not None and start.state.scaler is not None:
         scaler.load_state_dict(start.state.scaler)
     loader = Loader(
-        windows["train"],
+        windows("train"),
         phases=make_phases(
-            windows["train"],
+            windows("train"),
             config.packing,
             config.model.segment_length,
             total_steps=config.training.total_steps,
@@ -230,7 +231,7 @@ def resolve(
     recovery: Recovery,
     weights: InitialWeights | None,
     processes: int,
-) -> tuple[Config, Mapping[str, Windows], BatchPlan]:
+) -> tuple[Config, Callable[[str], Windows], BatchPlan]:
     """The settings with all that a training decides by itself, its windows, and its batches.
 
     In this order: the precision in which the run began, where `auto` may be another one now; the
@@ -247,14 +248,16 @@ def resolve(
         config, key = weights.shaped(config), "vocab_size of model.initial_weights"
     config = with_vocabulary(config, manifest.tokenizer.vocab_size, dataset_dir, key)
     config = with_objective(config)
-    windows = {
-        split: open_windows(dataset_dir, split, config.packing, config.model.segment_length)
-        for split in ("train", "validation", "test")
-    }
+    packing, segment_length = config.packing, config.model.segment_length
+
+    @functools.cache  # opened when needed, which takes a pass over all documents of a split
+    def windows(split: str) -> Windows:
+        return open_windows(dataset_dir, split, packing, segment_length)
+
     fixed = start.state.global_batch if start.state else None
     plan = BatchPlan.of(config.training, processes, fixed, recovery.micro_batch_divisor)
     if config.training.epochs is not None:
-        steps = config.training.epochs * len(windows["train"]) / plan.global_batch
+        steps = config.training.epochs * len(windows("train")) / plan.global_batch
         config = config.updated(training={"max_steps": math.ceil(steps), "epochs": None})
     return plan.applied_to(config), windows, plan
 

@@ -277,14 +277,14 @@ class Trainer:
         A validation interrupted by a signal starts over when the run is resumed.
         """
         name, record = f"{split}/loss", self.setup.record
-        if len(self.setup.windows[split]) == 0 or self._is_stopped():
+        if len(self.setup.windows(split)) == 0 or self._is_stopped():
             return
         if self.world.broadcast(lambda: bool(record and record.has(self.step, name))):
             return
         self.expect_long_work()
         self.setup.model.eval()
         totals = validate_split(
-            self.setup.windows[split],
+            self.setup.windows(split),
             self.model,
             self.world,
             batch_size=self.config.training.batch_size,
@@ -292,7 +292,7 @@ class Trainer:
             is_stopped=self._check_stop_between_batches,
         )
         if totals is not None:
-            windows = self.setup.windows[split]
+            windows = self.setup.windows(split)
             sums, targets = windows.add_sources(totals, self.config.evaluation.max_windows)
             loss = float(sums.sum() / targets.sum().clamp(min=1))
             if not math.isfinite(loss):

@@ -108,7 +108,7 @@ def probe_memory(setup: TrainingSetup, split: str) -> MemoryProbe | None:
         most = min(most, config.evaluation.max_windows)
     sums: Tensor | None = None
     batch_size = config.training.batch_size
-    for batch in validation_batches(setup.windows[split], batch_size, world.rank, world.size, most):
+    for batch in validation_batches(setup.windows(split), batch_size, world.rank, world.size, most):
         loss, without, targets = setup.train_module.score_with_and_without_memory(batch)
         gain = without - loss
         # What mean and standard error are computed from.

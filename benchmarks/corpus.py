@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from infini_model.config import DataConfig
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 
 # Small enough that several processes each get a file, with row groups of a typical size.
 FILE_BYTES = 25e6
@@ -64,12 +64,13 @@ def write_as_texts(corpus: Path, folder: Path) -> None:
         (folder / f"{number:06d}.txt").write_bytes(text.encode())
 
 
-def text_to_shards(corpus: Path, spec: str, folder: Path, pattern: str = "*.parquet") -> None:
+def text_to_shards(
+    corpus: Path, spec: str, folder: Path, pattern: str = "*.parquet", device: str = "cpu"
+) -> None:
     """Make shards of the files in `corpus` with the tokenizer `spec`, in `folder`."""
-    config = DataConfig.model_validate(
-        {"source": {"paths": [str(corpus / pattern)]}, "tokenizer": {"spec": spec}}
-    )
-    build_dataset(download(config, folder), config, folder)
+    source, tokenizer = {"paths": [str(corpus / pattern)]}, {"spec": spec}
+    config = DataConfig.model_validate({"source": source, "tokenizer": tokenizer, "device": device})
+    build_dataset(list_sources(config, folder), config, folder)
 
 
 def documents_of_size(size: float) -> Iterator[list[str]]:

@@ -52,6 +52,10 @@ BENCHMARKS = {
         "--hidden-size 64 --layers 1 --vocabulary 100 --segment 16 --prompt 20 --new-tokens 4 "
         "--turns 1",
     ),
+    "tokenize": (
+        "--device cuda --megabytes 400 --vocab-size 32768",
+        "--device cpu --megabytes 0.3 --vocab-size 300 --turns 1",
+    ),
     "train_step": (
         "--turns 2 tracking.mlflow=false tracking.tensorboard=false",
         "--steps 2 --skip 1 --turns 1 --processes 1 training.batch_size=1 "

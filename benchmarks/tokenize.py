@@ -12,6 +12,9 @@ All are warmed up on a megabyte, to exclude imports. Then each run starts from s
 cores; its CPU seconds include all threads and children. The ids must match: per document for
 `datasets.map`, in number for the others. Finally `infini` runs in a separate process on the corpus
 and on a corpus several times as large, to measure throughput and peak memory.
+
+With `--device cuda` all this is left out, and the peer is `infini` on all cores: text to shards,
+where the GPUs encode and the cores do everything else. Its shards must be the same.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--vocab-size", type=int, default=8192, help="vocabulary size of the BPE")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--device", help="data.device to measure beside all cores")
     parser.add_argument(
         "--shards",
         nargs=4,
@@ -351,6 +355,43 @@ def compare(
     return rows, ratios
 
 
+def compare_device(device: str, megabytes: float, turns: int, folder: Path, size: int) -> None:
+    """Measure and print the speed on a device relative to that on all cores."""
+    corpus, spec = folder / "corpus", str(folder / "tokenizer.json")
+    text_bytes = write_corpus(corpus, megabytes)
+    column = pq.read_table(corpus)["text"]
+    train_tokenizer([column.slice(0, len(column) // 8).to_pylist()], size).save(folder)
+
+    def make(where: str) -> float:
+        made = folder / where
+        shutil.rmtree(made, ignore_errors=True)
+        return stopwatch(lambda: text_to_shards(corpus, spec, made, device=where))()
+
+    peers = {
+        name: functools.partial(make, where)
+        for name, where in {"cores": "cpu", device: device}.items()
+    }
+    take_turns(peers, 1)
+    seconds = take_turns(peers, turns)
+    hashes = {documents_hash(folder / where) for where in {"cpu", device}}
+    if len(hashes) > 1:
+        raise SystemExit(f"{device} and the CPU give different shards")
+    ratio = speed_ratio(seconds[device], seconds["cores"])
+    rows = [row(name, len(column), text_bytes, times) for name, times in seconds.items()]
+    heading = f"Text to shards, {text_bytes / 1e6:.1f} MB, a BPE of {size}, {CORES} cores"
+    name = f"speed of {device} / cores"
+    publish("tokenize", heading, rows, {name: ratio}, {name: 1.2}, {})
+
+
+def documents_hash(folder: Path) -> str:
+    """A hash of all shards of a dataset."""
+    shards = sorted((folder / "datasets" / "latest").resolve().rglob("*.arrow"))
+    content = hashlib.sha256()
+    for shard in shards:
+        content.update(shard.read_bytes())
+    return content.hexdigest()
+
+
 def row(
     name: str,
     documents: int | None,
@@ -425,6 +466,11 @@ def main() -> None:
     options = parse()
     if options.shards:
         print_shards(*options.shards)
+        return
+    if options.device:
+        with tempfile.TemporaryDirectory() as name:
+            numbers = options.megabytes, options.turns, Path(name), options.vocab_size
+            compare_device(options.device, *numbers)
         return
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     # The workers are processes: threads within them would oversubscribe the cores.

@@ -33,8 +33,8 @@ from infini_model.config.section import (
 
 MEBIBYTE = 1 << 20
 
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mixed")
-Device = Annotated[str, takes("auto, cpu, cuda, cuda:N, or mixed", DEVICE.fullmatch)]
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+Device = Annotated[str, takes("auto, cpu, cuda or cuda:N", DEVICE.fullmatch)]
 # CPUs or GPUs of a task.
 Units = Annotated[
     PositiveFloat,
@@ -255,8 +255,8 @@ class DataConfig(Section):
     """Threads that read and tokenise, each a partition; 0 (default) is one per available core, plus
     one. With 1 nothing else is used; otherwise the last partition has all cores."""
     device: Device = "auto"
-    """Where to tokenise: cpu (auto is the same), cuda (all GPUs), cuda:N (one GPU) or mixed (all
-    GPUs and the remaining cores). The tokens are identical on all of them."""
+    """Where text is encoded: cpu (auto is the same), cuda (all GPUs) or cuda:N (one GPU). The
+    threads read, split and write in any case, and the tokens are identical."""
 
     @model_validator(mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,11 +14,9 @@ from infini_model.data.datasets import Datasets
 from infini_model.data.make_partition import Advance
 from infini_model.data.partitions import PartitionSpec
 from infini_model.data.tokenizers.bpe import BPETokenizer
-from infini_model.data.tokenizers.load import on_device, why_unsupported
+from infini_model.data.tokenizers.load import on_device, usable_device
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime.machine import available_cores
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Worker: TypeAlias = Callable[[T, Advance], None]
@@ -44,7 +42,10 @@ def make_engine(config: DataConfig, tokenizer: Tokenizer) -> Engine:
 
 
 class LocalEngine:
-    """One thread per core or GPU, all taking partitions from one queue, the largest first."""
+    """Threads that take partitions from one queue, the largest first, and encode on one device.
+
+    Each reads, splits and writes on a core; a GPU encodes for many of them.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
@@ -76,40 +77,22 @@ class LocalEngine:
                 unfinished -= 1
                 share_cores()
 
-        devices = worker_devices(self._config, self._tokenizer)[: len(specs)]
+        device = usable_device(self._tokenizer, self._config.device)
+        tokenizers = itertools.cycle(
+            [on_device(self._tokenizer, one) for one in devices_of(device)]
+        )
+        # By default one more than cores, since some threads wait for the disk.
+        threads = min(self._config.workers or available_cores() + 1, len(specs))
         share_cores()
         workers: list[Worker[PartitionSpec]] = [
-            partial(one, on_device(self._tokenizer, device)) for device in devices
+            partial(one, next(tokenizers)) for _ in range(threads)
         ]
         for_each(sorted(specs, key=lambda spec: -spec.bytes), workers, advance)
 
 
-def worker_devices(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """The device of each worker, GPUs first.
-
-    `data.device: cuda` is every GPU, `mixed` every GPU and the cores that do not feed one. If
-    there is no GPU, or the tokenizer cannot run on one, the CPU does all the work and one warning
-    says so.
-    """
-    # By default one more than cores, since some threads wait for the disk.
-    cpu = ["cpu"] * (config.workers or available_cores() + 1)
-    if config.device in ("auto", "cpu"):
-        return cpu
-    gpus = _gpus(config.device)
-    reason = why_unsupported(tokenizer) if gpus else "this machine has no GPU"
-    if reason:
-        log.warning(
-            "data.device=%s has no effect: %s; tokenising on the CPU with %d threads instead",
-            config.device,
-            reason,
-            len(cpu),
-        )
-        return cpu
-    return [*gpus, *cpu[len(gpus) :]] if config.device == "mixed" else gpus
-
-
-def _gpus(device: str) -> list[str]:
-    if device.startswith("cuda:"):
+def devices_of(device: str) -> list[str]:
+    """The devices that `data.device` means, of which a tokenizer encodes on each."""
+    if device != "cuda":
         return [device]
     import torch
 

@@ -20,7 +20,7 @@ from infini_model.data.datasets import Datasets
 from infini_model.data.make_partition import Advance
 from infini_model.data.partitions import PartitionSpec
 from infini_model.data.store import datasets_at
-from infini_model.data.tokenizers.load import check_device, on_device, why_unsupported
+from infini_model.data.tokenizers.load import check_device, on_device, usable_device
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime.errors import DeviceError, StageError, UnreachableError, UserError
 from infini_model.runtime.ray import (
@@ -49,10 +49,7 @@ class RayEngine:
     """One Ray task a partition, the largest first."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        reason = why_unsupported(tokenizer) if config.device == "cuda" else None
-        if reason is not None:
-            log.warning("data.device=cuda has no effect: %s; tokenising on CPUs", reason)
-            config = config.model_copy(update={"device": "cpu"})
+        config = config.model_copy(update={"device": usable_device(tokenizer, config.device)})
         self._address, self._needs = config.ray_address, reserved(config)
         self._device = "cuda:0" if config.device == "cuda" else "cpu"
 

@@ -142,11 +142,7 @@ def _without_rowless(text: str, rows: int) -> tuple[str, list[str]]:
 
 def on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
     """The tokenizer on a device, or itself with a warning if it cannot run on that GPU."""
-    if not device.startswith("cuda"):
-        return tokenizer
-    reason = why_unsupported(tokenizer)
-    if reason is not None:
-        log.warning("%s is not used: %s; tokenising on the CPU", device, reason)
+    if usable_device(tokenizer, device) == "cpu":
         return tokenizer
     # The kernels need Triton, which is there if this tokenizer is supported.
     from infini_model.data.tokenizers.gpu.device import put_on_device
@@ -154,15 +150,18 @@ def on_device(tokenizer: Tokenizer, device: str) -> Tokenizer:
     return put_on_device(tokenizer, device)
 
 
-def why_unsupported(tokenizer: Tokenizer) -> str | None:
-    """Why the tokenizer cannot run on a GPU, or None if it can."""
+def usable_device(tokenizer: Tokenizer, device: str) -> str:
+    """The device, or `cpu` with a warning if it is a GPU on which the tokenizer cannot run."""
+    if not device.startswith("cuda"):
+        return "cpu"
     from infini_model.data.tokenizers.gpu import UnsupportedTokenizerError, check_supported
 
     try:
         check_supported(tokenizer)
     except UnsupportedTokenizerError as error:
-        return str(error)
-    return None
+        log.warning("%s is not used: %s; tokenising on the CPU", device, error)
+        return "cpu"
+    return device
 
 
 def load_saved(folder: Path, spec: str, eos_token_id: int | None = None) -> Tokenizer:

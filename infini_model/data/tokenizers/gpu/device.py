@@ -21,7 +21,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +47,13 @@ log = logging.getLogger(__name__)
 _MEMORY_PER_BYTE = 128
 # Places in a batch are 32-bit integers.
 _MAX_BYTES = 1 << 30
+
+
+class _Call(NamedTuple):
+    """Documents that a thread wants encoded, and the ids that it waits for."""
+
+    texts: pa.StringArray
+    answer: Future[Ragged]
 
 
 class DeviceTokenizer(BPETokenizer):
@@ -69,6 +80,8 @@ class DeviceTokenizer(BPETokenizer):
         model = WordModel(tree["model"], super().encode_batch, device)
         self.batch_bytes, default_slots = _sizes(device)
         self._words = WordTable(model, device, slots or default_slots)
+        self._waiting: deque[_Call] = deque()
+        self._turn = threading.Lock()
         # Fill the table with the words of the vocabulary.
         self.encode(self.vocabulary())
 
@@ -82,9 +95,38 @@ class DeviceTokenizer(BPETokenizer):
         return Tokens(torch.cat([nothing, *(part.ids for part in parts)]), starts_of(lengths))
 
     def encode_batch(self, texts: Texts) -> Ragged:
-        """The ids of each document; special tokens spelt out in the text become their ids."""
-        ids, offsets = self.encode(texts)
-        return Ragged(ids.cpu().numpy(), offsets.cpu().numpy())
+        """The ids of each document; special tokens spelt out in the text become their ids.
+
+        Threads may call it at once: what they ask for while the device is busy is encoded together.
+        """
+        call = _Call(as_array(texts), Future())
+        self._waiting.append(call)
+        with self._turn:
+            while not call.answer.done():
+                self._answer(self._next_calls())
+        return call.answer.result()
+
+    def _next_calls(self) -> list[_Call]:
+        """The calls that wait, the first one and as many more as one batch may have."""
+        calls = [self._waiting.popleft()]
+        size = calls[0].texts.nbytes
+        while self._waiting and size + self._waiting[0].texts.nbytes <= _MAX_BYTES:
+            calls.append(self._waiting.popleft())
+            size += calls[-1].texts.nbytes
+        return calls
+
+    def _answer(self, calls: Sequence[_Call]) -> None:
+        try:
+            ids, offsets = map(_on_host, self.encode(pa.concat_arrays([c.texts for c in calls])))
+        except BaseException as error:  # noqa: BLE001 - each of the callers raises it
+            for call in calls:
+                call.answer.set_exception(error)
+            return
+        first = 0
+        for call in calls:
+            own = offsets[first : first + len(call.texts) + 1]
+            call.answer.set_result(Ragged(ids[own[0] : own[-1]], own - own[0]))
+            first += len(call.texts)
 
     def _parts(self, texts: pa.StringArray) -> Iterator[Tokens]:
         """Encode as many documents at a time as fit; halve the batch when memory runs out."""
@@ -154,6 +196,13 @@ def put_on_device(tokenizer: Tokenizer, device: str) -> DeviceTokenizer:
     if not all(map(on_device.same_ids, map(str.encode, PROBE), rows)):
         raise UnsupportedTokenizerError(f"{device} and tokenizers disagree on {tokenizer.spec}")
     return on_device
+
+
+def _on_host(values: torch.Tensor) -> np.ndarray:
+    # A GPU copies to pinned memory at full speed, and PyTorch keeps that for the next batch.
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    array: np.ndarray = host.copy_(values).numpy()
+    return array
 
 
 def _prefixes(added: list[str]) -> torch.Tensor:

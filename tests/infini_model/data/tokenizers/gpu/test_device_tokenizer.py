@@ -5,7 +5,10 @@ import json
 import os
 import random
 import sysconfig
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +210,43 @@ def test_a_full_table_is_emptied(llama):
     for texts in ([text], LENGTHS[:9], [text]):
         assert_exact(small, texts)
         assert small._words.words <= 32
+
+
+def test_threads_that_ask_while_the_device_is_busy_are_answered_together(monkeypatch, llama):
+    tokenizer, encode, batches = again(llama), DeviceTokenizer.encode, []
+    is_encoding, others_wait = threading.Event(), threading.Event()
+
+    def noted(self, texts):
+        batches.append(len(texts))
+        is_encoding.set()
+        others_wait.wait()
+        if "fail" in texts.to_pylist():
+            raise RuntimeError("lost")
+        return encode(self, texts)
+
+    monkeypatch.setattr(DeviceTokenizer, "encode", noted)
+    # The last part finds no room in the batch of the others.
+    monkeypatch.setattr(device, "_MAX_BYTES", 1000)
+    parts = [["first"], ["a", "b c"], [], ["x", "yz", ""], ["long " * 300]]
+    with ThreadPoolExecutor(7) as pool:
+        first = pool.submit(tokenizer.encode_batch, parts[0])
+        is_encoding.wait()
+        rest = []
+        for part in parts[1:]:
+            rest.append(pool.submit(tokenizer.encode_batch, part))
+            while len(tokenizer._waiting) < len(rest):
+                time.sleep(0.001)
+        others_wait.set()
+        answers = [future.result() for future in (first, *rest)]
+        failing = [pool.submit(tokenizer.encode_batch, [text]) for text in ("fail", "fail")]
+        for future in failing:
+            with pytest.raises(RuntimeError, match="lost"):
+                future.result()
+    assert batches[:3] == [1, 5, 1]
+    for part, ragged in zip(parts, answers, strict=True):
+        expected = tokenizer.reference().encode_batch(part)
+        assert np.array_equal(ragged.offsets, expected.offsets)
+        assert np.array_equal(ragged.ids, expected.ids)
 
 
 def test_running_out_of_memory_halves_the_batches(monkeypatch, llama, caplog):

@@ -39,7 +39,7 @@ from benchmarks.report import Cell, Ratio, publish, spread
 from flows.presets import configure
 from infini_model.config import Config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.evaluation.plots import plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 
@@ -171,7 +171,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
         for form in chosen
     ]
     config = settings(options, Trial(corpus, 1, BASE, 0))
-    manifest = build_dataset(download(config.data, options.folder), config.data, options.folder)
+    manifest = build_dataset(list_sources(config.data, options.folder), config.data, options.folder)
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
     key = common_key(config, dataset)
 

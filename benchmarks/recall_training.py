@@ -24,7 +24,7 @@ from torch import Tensor
 from infini_model.config import Config
 from infini_model.data.build import build_dataset
 from infini_model.data.loading.windows import Batch
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.objectives import make_objective
@@ -119,7 +119,7 @@ def train(
         # The tokens of a step; nobody reads what they are.
         text.write_text("." * (SEGMENTS_PER_STEP * SEGMENT + 1))
         config = settings(model, seed, steps, lengths, text)
-        build_dataset(download(config.data, folder), config.data, folder)
+        build_dataset(list_sources(config.data, folder), config.data, folder)
         with mock.patch.object(setup, "make_objective", partial(Drawn, draw)):
             outcome = run_training(config, folder / "datasets" / "latest", folder / "run")
         if outcome.stopped_by is not None:

@@ -29,7 +29,7 @@ from benchmarks.report import Cell, Ratio, publish, run, speed_ratio, spread, ta
 from flows.presets import configure
 from infini_model.config import Config, dump_config, load_config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.training.optimizer import make_optimizer
@@ -101,7 +101,7 @@ class Measured:
         self._windowed = folder / "windowed.yaml"
         windowed = self.config.updated(model={"window_segments": 1})
         self._windowed.write_text(dump_config(windowed), encoding="utf-8")
-        corpus = download(self.config.data, folder)
+        corpus = list_sources(self.config.data, folder)
         build_dataset(corpus, self.config.data, folder)
         self.many = f"{options.processes} processes of 1 thread each"
         names = (OURS, PLAIN, WINDOWED, ONE, self.many)

@@ -31,19 +31,20 @@ def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.build import listing_file
-    from infini_model.data.sources.listing import download, using_raw_files
-    from infini_model.runtime.records import write_record
+    from infini_model.data.build import write_listing
+    from infini_model.data.sources.listing import list_sources, using_raw_files
 
-    datasets_dir, output_dir = config.run.datasets_dir, config.run.output_dir
+    run = config.run
     # Until the listing names them, nothing else protects the files from being cleaned up.
-    with using_raw_files(output_dir):
-        listing = download(
-            config.data, output_dir, datasets_dir=datasets_dir, progress=write_progress
+    with using_raw_files(run.output_dir):
+        listing = list_sources(
+            config.data,
+            run.output_dir,
+            datasets_dir=run.datasets_dir,
+            store=run.datasets_store,
+            progress=write_progress,
         )
-        path = datasets_dir / ".listings" / listing_file(listing, config.data.name)
-        write_record(path, listing)
-    return {"listing": str(path)}
+        return {"listing": str(write_listing(listing, config.data, run.datasets_dir))}
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -59,20 +60,30 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.build import build_dataset, make_share
+    from infini_model.data.build import build_dataset, write_listing
+    from infini_model.data.shares import make_share
     from infini_model.data.sources.files import Listing
     from infini_model.runtime.records import read_record
 
     listing, data = read_record(arguments.listing, Listing), config.data_to_tokenize
-    datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
+    output_dir, datasets_dir = config.run.output_dir, config.run.datasets_dir
+    store = config.run.datasets_store
     if data.share is not None:
-        missing = make_share(listing, data, datasets_dir, store=store, progress=write_progress)
+        listing, missing = make_share(
+            listing,
+            data,
+            output_dir,
+            datasets_dir=datasets_dir,
+            store=store,
+            progress=write_progress,
+        )
         if missing:
             return {"missing": missing}
+        write_listing(listing, data, datasets_dir)
     manifest = build_dataset(
         listing,
         data,
-        config.run.output_dir,
+        output_dir,
         datasets_dir=datasets_dir,
         store=store,
         progress=write_progress,

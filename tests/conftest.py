@@ -22,7 +22,7 @@ from shared import WORDS, once
 
 from infini_model.config import validate
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 
 if TYPE_CHECKING:
     from commands import Environment, Running
@@ -187,7 +187,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     config = validate({"data": data})
     output = tmp_path_factory.mktemp("output")
-    manifest = build_dataset(download(config.data, output), config.data, output)
+    manifest = build_dataset(list_sources(config.data, output), config.data, output)
     return output / "datasets" / manifest.folder_name
 
 

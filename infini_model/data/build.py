@@ -48,11 +48,18 @@ from infini_model.data.tokenizers.trained import (
 )
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StoreError, UnreachableError
-from infini_model.runtime.fact_cache import fact_cache_here
-from infini_model.runtime.records import Record
+from infini_model.runtime.fact_cache import fact_cache
+from infini_model.runtime.records import Record, write_record
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
+
+
+def write_listing(listing: Listing, config: DataConfig, datasets_dir: Path) -> Path:
+    """Keep a listing for those who build a dataset of it; returns its file. Raises `UserError`."""
+    path = datasets_dir / ".listings" / listing_file(listing, config.name)
+    write_record(path, listing)
+    return path
 
 
 def listing_file(listing: Listing, name: str) -> str:
@@ -111,18 +118,20 @@ def requested_dataset(
 ) -> RequestedDataset:
     """The dataset that the files of its sources become. Trains the tokenizer if it has to be.
 
-    `datasets_dir` is the working folder of the address `store`, if there is one.
+    `datasets_dir` is the working folder of the address `store`, if there is one. Files that this
+    share has not read are left out.
 
     No text is read, but for training a tokenizer. Raises `DataError` in one line for a bad
     tokenizer or a Parquet file that cannot be read.
     """
-    facts = fact_cache_here(datasets_dir)
+    facts = fact_cache(datasets_dir)
     target_bytes = config.partition_megabytes * MEBIBYTE
     planned: dict[str, tuple[Reading, list[Partition]]] = {}
+    read = listing.read()
     for name, source in config.named_sources.items():
         reading = reading_of(source)
         with named_settings(name):
-            partitions = plan_partitions(listing.sources[name], reading, target_bytes, facts)
+            partitions = plan_partitions(read.sources[name], reading, target_bytes, facts)
         planned[name] = reading, partitions
     facts.save()
     tokenizer, pin = dataset_tokenizer(
@@ -148,7 +157,7 @@ def requested_dataset(
     sources = []
     for name, (reading, partitions) in planned.items():
         common = CommonSpec(reading, record, config.splits)
-        files, keyed = listing.sources[name], common.keyed(partitions)
+        files, keyed = read.sources[name], common.keyed(partitions)
         sources.append(RequestedSource(name, files, common, keyed))
     keys = {each.name: [key for key, _ in each.partitions] for each in sources}
     key, needed = dataset_key(keys), [*itertools.chain.from_iterable(keys.values())]
@@ -197,7 +206,7 @@ def build_dataset(
             engine = make_engine(config, wanted.tokenizer)
             what = f"dataset {datasets.place}/{name}"
             keys = wanted.build.partitions
-            records = _partitions(wanted, keys, what, datasets, engine, progress)
+            records = make_partitions(wanted, keys, what, datasets, engine, progress)
             _check_documents(wanted, records)
             manifest = make_manifest(
                 config.name,
@@ -239,33 +248,6 @@ def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
         log.warning("data.source.separator: %s", none)
 
 
-def make_share(
-    listing: Listing,
-    config: DataConfig,
-    datasets_dir: Path,
-    *,
-    store: str | None = None,
-    progress: OnProgress | None = None,
-) -> int:
-    """Make what is missing of `data.share`, one of N shares of the partitions of a dataset.
-
-    A share is every N-th partition in the order of their keys, whether it stands or not: so shares
-    are disjoint, wherever and whenever each is made. No lock is held but those of partitions.
-
-    Returns how many partitions of the other shares are missing; if none is, `build_dataset` finds
-    them all. The arguments are its own, and so are the errors.
-    """
-    number, count = config.share_of or (1, 1)
-    wanted = requested_dataset(listing, config, datasets_dir, store)
-    register_build(wanted.folder, wanted.build)
-    keys = list(dict.fromkeys(wanted.build.partitions))
-    own, what = keys[number - 1 :: count], f"share {number}/{count}"
-    datasets = datasets_at(datasets_dir, store)
-    engine = make_engine(config, wanted.tokenizer)
-    _partitions(wanted, own, what, datasets, engine, progress)
-    return len(set(keys) - set(own) - datasets.partition_keys())
-
-
 def _find_dataset(datasets: Datasets, name: str) -> Manifest | None:
     """The manifest of an existing dataset that is intact, or None."""
     try:
@@ -281,7 +263,7 @@ def _find_dataset(datasets: Datasets, name: str) -> Manifest | None:
     return manifest
 
 
-def _partitions(
+def make_partitions(
     wanted: RequestedDataset,
     keys: Sequence[str],
     what: str,
@@ -307,7 +289,7 @@ def _partitions(
 
     if missing:
         engine.make(missing, datasets, advance)
-        records |= datasets.find_made([spec.key for spec in missing])
+        records |= datasets.read_records([spec.key for spec in missing])
     for key in keys:
         if key not in records:
             raise DataError(
@@ -383,7 +365,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
     keys, fault = set(wanted.build.partitions), None
     try:
-        intact = datasets.find(name) is not None
+        intact = not listing.unread and datasets.find(name) is not None
     except StoreError:
         raise
     except DataError as error:

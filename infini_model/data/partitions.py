@@ -20,14 +20,19 @@ from typing import NamedTuple
 from infini_model.config import SplitsConfig
 from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRecord
 from infini_model.data.sources.files import FileRange, SourceFile, file_errors, open_source
-from infini_model.data.sources.formats import bytes_of, check_rows, content_of, cut_of
+from infini_model.data.sources.formats import (
+    bytes_of,
+    check_rows,
+    content_of,
+    cut_of,
+    is_alone,
+    text_of_file,
+)
 from infini_model.data.sources.rows import Reading, text_bytes, text_columns
 from infini_model.runtime import storage
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.records import Record
 
-# Text for each byte of a file that is compressed as a whole.
-EXPANSION = 4
 HASH_BITS = 256
 FOOTERS_AT_ONCE = 16
 FOOTER_ENDS = 8  # bytes of a Parquet file that follow its footer: the length of that, a magic word
@@ -123,7 +128,7 @@ def plan_partitions(
     small: list[tuple[FileRange, int]] = []
     for part in ranges:
         pieces = list(_pieces(part, reading, target_bytes, groups))
-        if len(pieces) > 1:
+        if len(pieces) > 1 or is_alone(part, target_bytes):
             partitions += [Partition((piece,), size) for piece, size in pieces]
         else:
             small += pieces
@@ -153,7 +158,7 @@ def _pieces(
             piece = part.model_copy(update={"start": start, "stop": None if last else stop})
             yield piece, min(stop, file.bytes) - start
     else:
-        yield part, file.bytes * (EXPANSION if part.codec else 1)
+        yield part, text_of_file(part)
 
 
 def _all_groups(

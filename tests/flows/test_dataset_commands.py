@@ -14,7 +14,7 @@ from infini_model.config import load_config
 from infini_model.data.build import build_dataset
 from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.runtime.object_store import ObjectStore
 
 Told = Callable[..., tuple[int, str, str]]
@@ -84,7 +84,7 @@ def test_a_dataset_in_a_store_is_verified_by_reading_it(
     data = {"source": {"paths": [str(text_files / "*.txt")]}, "workers": 1}
     config = load_config(overrides=[{"run": {"output_dir": f"{bucket}/team"}, "data": data}])
     output, datasets = config.run.output_dir, config.run.datasets_store
-    manifest = build_dataset(download(config.data, output), config.data, output, store=datasets)
+    manifest = build_dataset(list_sources(config.data, output), config.data, output, store=datasets)
     address = f"{datasets}/{manifest.folder_name}"
     there = ("--output-dir", f"{bucket}/team")
     # An address needs no settings.

@@ -21,7 +21,7 @@ from infini_model.config import Config, ModelConfig, SampleConfig, load_config
 from infini_model.data.build import build_dataset
 from infini_model.data.downloads import download_shards
 from infini_model.data.manifest import Manifest
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
 from infini_model.evaluation.prompt import Conversation
@@ -49,7 +49,7 @@ def make_run(
     config: Config = load_config(overrides=[tree, *overrides])
     data, run, store = config.data, config.run, config.run.datasets_store
     places = {"datasets_dir": run.datasets_dir, "store": store}
-    manifest = build_dataset(download(data, run.output_dir), data, run.output_dir, **places)
+    manifest = build_dataset(list_sources(data, run.output_dir), data, run.output_dir, **places)
     folder = run.datasets_dir / manifest.folder_name
     address = None if store is None else f"{store}/{manifest.folder_name}"
     with claim_run(config, manifest.key, folder, address=address) as run_dir:

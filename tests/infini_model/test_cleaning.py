@@ -375,7 +375,7 @@ import itertools, sys
 from pathlib import Path
 from infini_model.config import load_config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 output_dir, source, enough = map(Path, sys.argv[1:])
 for number in itertools.count():
     if number >= 8 and enough.exists():
@@ -384,7 +384,7 @@ for number in itertools.count():
     data = {"name": "corpus", "workers": 2, "partition_megabytes": 1}
     data["source"] = {"paths": [str(source / "*.txt")]}
     config = load_config(overrides=[{"data": data}]).data
-    build_dataset(download(config, output_dir), config, output_dir)
+    build_dataset(list_sources(config, output_dir), config, output_dir)
 """
 
 

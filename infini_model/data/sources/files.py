@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,7 +53,8 @@ class SourceFile(Record):
         address: An absolute path, or an address such as `s3://bucket/key` or
             `hf://datasets/team/name@commit/path`.
         bytes: Size of the file.
-        fingerprint: Identifies the content wherever the file lies, such as `sha256:…`.
+        fingerprint: Identifies the content wherever the file lies, such as `sha256:…`; empty for a
+            local file that was not read yet.
         version: Changes whenever the file at this address is written again.
     """
 
@@ -98,39 +99,71 @@ class Listing(Record):
         """The files of all sources."""
         return [part for ranges in self.sources.values() for part in ranges]
 
+    @property
+    def unread(self) -> list[FileRange]:
+        """The files without a fingerprint, which other shares of the dataset read."""
+        return [part for part in self.ranges if not part.file.fingerprint]
+
+    def read(self) -> Listing:
+        """The listing without them."""
+        sources = {
+            name: [part for part in ranges if part.file.fingerprint]
+            for name, ranges in self.sources.items()
+        }
+        return Listing.model_construct(sources=sources)
+
 
 def local_version(stat: os.stat_result) -> str:
-    """What changes whenever a local file is written: device, inode, size, mtime and ctime."""
-    fields = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    """What changes whenever a local file is written, the same on all machines that see the file.
+
+    That is inode, size, mtime and ctime; the number of the device is each machine's own.
+    """
+    fields = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     return "-".join(map(str, fields))
 
 
-def fingerprint(paths: Sequence[str], facts: FactCache) -> list[SourceFile]:
-    """Local files by their SHA-256, computed again only if a file is new or was written since.
+def local_files(paths: Iterable[str]) -> list[SourceFile]:
+    """Local files as they are now, not yet read. Raises `DataError` for one that is gone."""
+    found = []
+    for path in paths:
+        stat = _stat(path)
+        version = local_version(stat)
+        found.append(SourceFile(address=path, bytes=stat.st_size, fingerprint="", version=version))
+    return found
 
-    Raises `DataError` that names an unreadable file.
+
+def fingerprint(
+    files: Sequence[SourceFile], facts: FactCache, unread: Container[str] = ()
+) -> list[SourceFile]:
+    """Files with the SHA-256 of those that are local, read only if that is no fact yet.
+
+    Of those whose addresses are in `unread` it stays empty then. Raises `DataError` that names an
+    unreadable file.
     """
-    stats = [_stat(path) for path in paths]
-    versions = [local_version(stat) for stat in stats]
-    checksums = [facts.get(version) for version in versions]
-    new = [number for number, checksum in enumerate(checksums) if checksum is None]
+    known = {each.version: facts.get(each.version) for each in files if not each.fingerprint}
+    new = [
+        each
+        for each in files
+        if not each.fingerprint and known[each.version] is None and each.address not in unread
+    ]
     # To hand a small file to a thread takes longer than to read it.
-    large = {number for number in new if stats[number].st_size >= storage.SMALL_BYTES}
+    large = [each.address for each in new if each.bytes >= storage.SMALL_BYTES]
     with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
-        read_by_threads = pool.map(_checksum, [paths[number] for number in sorted(large)])
-        for number in new:
-            checksum = next(read_by_threads) if number in large else _checksum(paths[number])
-            checksums[number] = checksum
+        read_by_threads = pool.map(_checksum, large)
+        for each in new:
+            is_large = each.bytes >= storage.SMALL_BYTES
+            found = next(read_by_threads) if is_large else _checksum(each.address)
+            known[each.version] = found
+            stat = _stat(each.address)
             # Another write would surely change the timestamps, whose steps may be coarse.
-            written = max(stats[number].st_mtime_ns, stats[number].st_ctime_ns)
-            is_settled = time.time_ns() - written > SETTLED_NANOSECONDS
-            if is_settled and local_version(_stat(paths[number])) == versions[number]:
-                facts.put(versions[number], checksum)
+            age = time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns)
+            if age > SETTLED_NANOSECONDS and local_version(stat) == each.version:
+                facts.put(each.version, found)
     return [
-        SourceFile(
-            address=path, bytes=stat.st_size, fingerprint=f"sha256:{checksum}", version=version
-        )
-        for path, stat, checksum, version in zip(paths, stats, checksums, versions, strict=True)
+        each
+        if each.fingerprint or (checksum := known[each.version]) is None
+        else each.model_copy(update={"fingerprint": f"sha256:{checksum}"})
+        for each in files
     ]
 
 

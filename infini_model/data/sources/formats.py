@@ -95,6 +95,8 @@ FORMATS: dict[str, Format] = {
     "parquet": Format((".parquet",), "row groups", read_parquet, compressed=False),
     "arrow": Format((".arrow",), "whole", read_arrow, compressed=False),
 }
+# Text for each byte of a file that is compressed as a whole.
+EXPANSION = 4
 COMPRESSED = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 
 
@@ -150,6 +152,16 @@ def cut_of(part: FileRange, reading: Reading) -> Cut:
     if part.codec or (part.kind == "text" and reading.separator is None):
         return "whole"
     return FORMATS[part.kind].cut
+
+
+def text_of_file(part: FileRange) -> int:
+    """An estimate of the bytes of text in a whole file, by its size."""
+    return part.file.bytes * (EXPANSION if part.codec else 1)
+
+
+def is_alone(part: FileRange, target_bytes: int) -> bool:
+    """Whether a file shares no partition with others, which its size alone tells."""
+    return text_of_file(part) > target_bytes
 
 
 def content_of(part: FileRange) -> str:

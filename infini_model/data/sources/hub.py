@@ -26,15 +26,14 @@ from infini_model.data.sources.files import (
     FileRange,
     SourceFile,
     file_errors,
-    fingerprint,
     hub_errors,
+    local_files,
     open_source,
 )
 from infini_model.data.sources.formats import format_of, whole_file
 from infini_model.data.sources.rows import Reading, path_in, text_columns
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
-from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
 
 
 def list_dataset(
-    source: HubSource, raw_dir: Path, facts: FactCache, progress: OnProgress | None = None
+    source: HubSource, raw_dir: Path, progress: OnProgress | None = None
 ) -> list[FileRange]:
     """The files of a configuration and split, in the order in which `datasets` reads them.
 
@@ -109,7 +108,7 @@ def list_dataset(
         commit = pin_repository(source.repository, source.revision, "dataset")
     if paths := _plain_files(source, commit):
         if commit is None:
-            files = fingerprint(paths, facts)
+            files = local_files(paths)
         else:
             files = _describe(source.repository, commit, paths)
         ranges = list(map(whole_file, files))
@@ -117,8 +116,7 @@ def list_dataset(
             return ranges
         if first := _first_rows(ranges, source.limit):
             return first
-    paths = _fetch(source, commit, raw_dir, progress)
-    return list(map(whole_file, fingerprint(paths, facts)))
+    return list(map(whole_file, local_files(_fetch(source, commit, raw_dir, progress))))
 
 
 def _first_rows(files: Sequence[FileRange], limit: int) -> list[FileRange] | None:

@@ -6,58 +6,121 @@ import contextlib
 import dataclasses
 import fnmatch
 import glob
+import heapq
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from infini_model.config import DataConfig, FilesSource, HubSource
+from infini_model.config import MEBIBYTE, DataConfig, FilesSource, HubSource
 from infini_model.config.data import Source
 from infini_model.config.locations import is_store
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.conversations import Conversations
-from infini_model.data.sources.files import FileRange, Listing, SourceFile, fingerprint
-from infini_model.data.sources.formats import check_format, whole_file
+from infini_model.data.sources.files import (
+    FileRange,
+    Listing,
+    SourceFile,
+    fingerprint,
+    local_files,
+)
+from infini_model.data.sources.formats import (
+    check_format,
+    is_alone,
+    text_of_file,
+    whole_file,
+)
 from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.fact_cache import FactCache, fact_cache_here
+from infini_model.runtime.fact_cache import FactCache, fact_cache
 from infini_model.runtime.object_store import ObjectStore, StoredObject, matching
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
 
 STDLIB = "{stdlib}"
+# A file with more than so many times the text of a mean share is divided itself.
+MOST_OF_A_SHARE = 1.5
 # Folders below the standard library that are not part of it.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-def download(
+def list_sources(
     config: DataConfig,
     output_dir: Path,
     *,
     datasets_dir: Path | None = None,
+    store: str | None = None,
     progress: OnProgress | None = None,
 ) -> Listing:
     """List the files of the sources with their fingerprints; download those that need it.
 
     Files at http addresses, and hub datasets that are streamed, are downloaded to
     `<output_dir>/raw/`, once, resuming earlier attempts. All others, also those in object stores,
-    are read later. A local file is only read for its checksum, and only if it is new or was written
-    since. `progress(done, total)` counts the bytes of the downloads.
+    are read later. A local file is only read for its checksum, and only if no machine has done so
+    since it was written. With `data.share` and no `store`, where all shares see the same folder of
+    datasets, some are left to other shares (`Listing.unread`). `progress(done, total)` counts the
+    bytes of the downloads.
 
     Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
     retry may help; `UserError` on a full disk.
     """
-    facts = fact_cache_here(datasets_dir or output_dir / "datasets")
     listed: dict[str, list[FileRange]] = {}
+    raw_dir = output_dir / "raw"
     for name, source in config.named_sources.items():
         with named_settings(name):
-            listed[name] = _list_source(source, output_dir / "raw", facts, progress)
+            listed[name] = _list_source(source, raw_dir, progress)
+    listing = Listing(sources=listed)
+    facts, others = fact_cache(datasets_dir or output_dir / "datasets"), set[str]()
+    if config.share_of is not None:
+        share_of = divide_files(listing, config)
+        _fingerprint_common(listing, share_of, config.share_of, facts)
+        # All files decide which text a tokenizer is trained on.
+        if store is None and config.tokenizer.spec != "train":
+            others = {each for each, owner in share_of.items() if owner != config.share_of[0]}
+            # Each machine has its own copies of what it has downloaded.
+            others -= {each for each in others if each.startswith(f"{raw_dir}/")}
+    files = iter(fingerprint([part.file for part in listing.ranges], facts, others))
     facts.save()
-    return Listing(sources=listed)
+    return Listing(
+        sources={
+            name: [part.model_copy(update={"file": next(files)}) for part in ranges]
+            for name, ranges in listed.items()
+        }
+    )
+
+
+def _fingerprint_common(
+    listing: Listing, share_of: Mapping[str, int], share: tuple[int, int], facts: FactCache
+) -> None:
+    """Read this share's part of the files that all shares need, and see what others have read."""
+    common = [part.file for part in listing.ranges if part.file.address not in share_of]
+    number, count = share
+    fingerprint(common[number - 1 :: count], facts)
+    facts.refresh()
+
+
+def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:
+    """The share that alone reads a file and makes its partitions, from 1, by the file's address.
+
+    Files that have partitions together, and those with more text than a share should have, are
+    read by all shares, which divide their partitions. Sizes decide, so that the division is known
+    before any file is read.
+    """
+    _, count = config.share_of or (1, 1)
+    target = config.partition_megabytes * MEBIBYTE
+    alone = [part for part in listing.ranges if is_alone(part, target)]
+    most = MOST_OF_A_SHARE * sum(map(text_of_file, alone)) / count
+    loads, share_of = [(0, number) for number in range(1, count + 1)], dict[str, int]()
+    for part in sorted(alone, key=text_of_file, reverse=True):
+        if text_of_file(part) <= most and part.file.address not in share_of:
+            load, number = heapq.heappop(loads)
+            heapq.heappush(loads, (load + text_of_file(part), number))
+            share_of[part.file.address] = number
+    return share_of
 
 
 @contextlib.contextmanager
@@ -71,20 +134,18 @@ def named_settings(source: str) -> Iterator[None]:
         raise type(error)(str(error).replace("data.source.", f"data.sources.{source}.")) from error
 
 
-def _list_source(
-    source: Source, raw_dir: Path, facts: FactCache, progress: OnProgress | None
-) -> list[FileRange]:
+def _list_source(source: Source, raw_dir: Path, progress: OnProgress | None) -> list[FileRange]:
     if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
-        return list_dataset(source, raw_dir, facts, progress)
+        return list_dataset(source, raw_dir, progress)
     paths = list_files(source, raw_dir, progress)
     stored = {
         file.address: file
         for pattern in filter(is_store, source.paths)
         for file in list_objects(pattern, source.format)
     }
-    files = [*(stored[address] for address in sorted(stored)), *fingerprint(paths, facts)]
+    files = [*(stored[address] for address in sorted(stored)), *local_files(paths)]
     return [whole_file(file, source.format) for file in files]
 
 

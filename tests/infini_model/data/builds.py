@@ -23,7 +23,7 @@ from infini_model.data.downloads import download_shards
 from infini_model.data.engines import LocalEngine
 from infini_model.data.finished import finished_dataset
 from infini_model.data.manifest import Manifest
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.runtime.object_store import ObjectStore
 
 
@@ -47,7 +47,7 @@ class Machine:
             return self
 
         self.made = []
-        listing = download(data, self.folder, datasets_dir=self.folder)
+        listing = list_sources(data, self.folder, datasets_dir=self.folder)
         data, places = self.config(data).data, {"datasets_dir": self.folder, "store": self.address}
         return build_dataset(listing, data, self.folder, **places, make_engine=engine)
 
@@ -57,7 +57,7 @@ class Machine:
         self._engine.make(specs, datasets, advance)
 
     def plan(self, data: DataConfig) -> Plan:
-        listing = download(data, self.folder, datasets_dir=self.folder)
+        listing = list_sources(data, self.folder, datasets_dir=self.folder)
         return plan_dataset(listing, self.config(data))
 
     def finished(self, data: DataConfig) -> Plan:
@@ -112,10 +112,10 @@ def killed_in_an_access(data: DataConfig, output_dir: Path, moment: int) -> None
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(die)
-    build_dataset(download(data, output_dir), data, output_dir)
+    build_dataset(list_sources(data, output_dir), data, output_dir)
 
 
 def with_full_disk(data: DataConfig, output_dir: Path, limit: int) -> None:
     """Build where no file can have more than `limit` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    build_dataset(download(data, output_dir), data, output_dir)
+    build_dataset(list_sources(data, output_dir), data, output_dir)

@@ -11,7 +11,7 @@ from infini_model.config import DataConfig, FilesSource
 from infini_model.data.build import build_dataset
 from infini_model.data.sources.files import FileRange, SourceFile, local_version
 from infini_model.data.sources.formats import read_range, whole_file
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 
@@ -68,7 +68,7 @@ def files_config(*patterns: object, **fields: object) -> DataConfig:
 
 def build(config: DataConfig, output_dir: Path):
     """Download and build; returns the manifest and the folder."""
-    manifest = build_dataset(download(config, output_dir), config, output_dir)
+    manifest = build_dataset(list_sources(config, output_dir), config, output_dir)
     return manifest, output_dir / "datasets" / manifest.folder_name
 
 

@@ -30,7 +30,7 @@ from infini_model.data.sources import text
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import FileRange, SourceFile
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
@@ -214,7 +214,7 @@ def test_one_file_more_makes_its_own_partition_and_renaming_or_moving_none(tmp_p
 
 
 def test_no_text_is_read_for_what_stands(tmp_path, small):
-    listing = download(small, tmp_path)
+    listing = list_sources(small, tmp_path)
     first = build_dataset(listing, small, tmp_path)
     (tmp_path / "a.parquet").unlink()
     assert build_dataset(listing, small, tmp_path) == first

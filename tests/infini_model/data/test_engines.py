@@ -1,5 +1,6 @@
 """Who makes partitions: threads, GPUs, shares or other processes all make the same ones, once."""
 
+import gzip
 import os
 import random
 import signal
@@ -7,23 +8,27 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from corpora import build, files_config, make_texts, shard_bytes, write_files
 
-from infini_model.config import DataConfig
+from infini_model.config import Config, DataConfig
 from infini_model.data import on_ray
-from infini_model.data.build import build_dataset, make_share, requested_dataset
+from infini_model.data.build import build_dataset, plan_dataset, requested_dataset
 from infini_model.data.datasets import Datasets
-from infini_model.data.engines import for_each, worker_devices
+from infini_model.data.engines import devices_of, for_each
 from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
-from infini_model.data.sources.listing import download
+from infini_model.data.shares import make_share
+from infini_model.data.sources import files
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.load import usable_device
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import ConfigError, UserError
-from infini_model.runtime.fact_cache import fact_cache_here
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.ray import attempt, sources_fingerprint
 
 
@@ -68,31 +73,43 @@ NO_TRITON = "Triton, which a GPU needs to tokenise, is not installed"
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "reason", "expected"),
+    ("device", "reason", "expected"),
     [
-        ("auto", 2, None, ["cpu"] * 3),
-        ("cuda", 2, None, ["cuda:0", "cuda:1"]),
-        ("cuda:1", 2, None, ["cuda:1"]),
-        ("mixed", 2, None, ["cuda:0", "cuda:1", "cpu"]),
-        ("cuda", 2, NO_KERNELS, ["cpu"] * 3),
-        ("mixed", 0, "this machine has no GPU", ["cpu"] * 3),
-        ("cuda:1", 2, NO_TRITON, ["cpu"] * 3),
+        ("auto", None, ["cpu"]),
+        ("cuda", None, ["cuda:0", "cuda:1"]),
+        ("cuda:1", None, ["cuda:1"]),
+        ("cuda", NO_KERNELS, ["cpu"]),
+        ("cuda:1", NO_TRITON, ["cpu"]),
     ],
 )
-def test_workers_have_devices_and_one_without_effect_is_one_warning(
-    monkeypatch, trained, caplog, device, gpus, reason, expected
+def test_a_device_that_cannot_be_used_is_one_warning(
+    monkeypatch, trained, caplog, device, reason, expected
 ):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if reason == NO_TRITON:
         monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     tokenizer = ByteTokenizer() if reason == NO_KERNELS else trained
-    assert worker_devices(DataConfig(device=device, workers=3), tokenizer) == expected
-    said = f"data.device={device} has no effect: {reason}; tokenising on the CPU with 3 threads"
-    assert [f"{said} instead"] * bool(reason) == caplog.messages
+    assert devices_of(usable_device(tokenizer, device)) == expected
+    said = f"{device} is not used: {reason}; tokenising on the CPU"
+    assert [said] * bool(reason) == caplog.messages
 
 
 def made(output_dir):
     return Datasets(output_dir / "datasets").partition_keys()
+
+
+class Share:
+    """A share of a dataset, made as if by a machine of its own that sees the same folders."""
+
+    def __init__(self, config, output, number, count):
+        self.config = config.model_copy(update={"share": f"{number}/{count}"})
+        self.output = output
+
+    def make(self):
+        """The number of partitions that are still missing; lists the files first."""
+        fact_cache.cache_clear()
+        listing = list_sources(self.config, self.output)
+        return make_share(listing, self.config, self.output)[1]
 
 
 @pytest.mark.parametrize("count", [3, 20])
@@ -102,41 +119,107 @@ def test_shares_in_any_order_make_each_partition_once_for_the_same_dataset(
     """Of more shares than partitions, some are empty."""
     expected, _ = build(several, tmp_path / "whole")
     total, output = len(set(expected.partitions)), tmp_path / "shares"
-
-    def share(number, folder):
-        config = several.model_copy(update={"share": f"{number}/{count}"})
-        return make_share(download(config, folder), config, folder / "datasets")
-
     parts = []
     for number in random.Random(0).sample(range(1, count + 1), count):
         before = made(output)
-        missing = share(number, output)
+        missing = Share(several, output, number, count).make()
         parts.append(made(output) - before)
         assert len(parts[-1]) in (total // count, total // count + 1)
         assert missing == total - len(made(output))
     assert missing == 0
     assert not list((output / "datasets").glob("corpus-*"))
-    manifest = build_dataset(download(several, output), several, output)
+    manifest = build_dataset(list_sources(several, output), several, output)
     assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
     assert manifest.splits == expected.splits
     # They do not depend on each other.
-    share(number, tmp_path / "elsewhere")
+    Share(several, tmp_path / "elsewhere", number, count).make()
     assert made(tmp_path / "elsewhere") == parts[-1]
+
+
+@pytest.fixture
+def sources_read(monkeypatch):
+    """The names of the source files whose checksums were computed."""
+    read, sha256 = [], storage.sha256
+
+    def noted(path):
+        if str(path).endswith((".txt", ".gz")):
+            read.append(Path(path).name)
+        return sha256(path)
+
+    monkeypatch.setattr(storage, "sha256", noted)
+    monkeypatch.setattr(files, "SETTLED_NANOSECONDS", -1)
+    return read
+
+
+def test_a_large_file_is_read_by_one_share_and_no_file_twice(tmp_path, sources_read):
+    texts = make_texts(60)
+    raw = write_files(tmp_path / "raw", texts[:40])
+    for number, text in enumerate(texts[40:48]):
+        (raw / f"large-{number}.txt").write_text(text * (2500 + 100 * number))
+    (raw / "packed.txt.gz").write_bytes(
+        gzip.compress(random.Random(0).randbytes(1 << 19).hex().encode())
+    )
+    config = files_config(raw / "*", partition_megabytes=1, workers=1)
+    expected, _ = build(config, tmp_path / "whole")
+    everything, output = sorted(sources_read), tmp_path / "shares"
+    assert sum(path.stat().st_size > 1 << 20 for path in raw.iterdir()) >= 4
+    sources_read.clear()
+    alone, before, missing = [], set(), []
+    for number in range(1, 5):
+        missing.append(Share(config, output, number, 4).make())
+        now = made(output)
+        alone.append(len(now - before))
+        before = now
+    assert sorted(sources_read) == everything
+    assert min(alone) > 0
+    assert missing == sorted(missing, reverse=True)
+    assert missing[-1] == 0 < missing[-2]
+    manifest = build_dataset(list_sources(config, output), config, output)
+    assert sorted(sources_read) == everything
+    assert manifest.splits == expected.splits
+    assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
+
+
+def test_a_share_that_does_not_know_all_files_is_no_earlier_dataset(tmp_path, sources_read):
+    raw = write_files(tmp_path / "texts", make_texts(8))
+    config = files_config(raw / "*", partition_megabytes=1, workers=1)
+    earlier, _ = build(config, tmp_path)
+    for number in range(3):
+        (raw / f"large-{number}.txt").write_text(f"{number}" * (2 << 20))
+    share = Share(config, tmp_path, 4, 4)
+    listing = list_sources(share.config, tmp_path)
+    # None of the new files is its own, so it knows those of the earlier dataset.
+    assert len(listing.unread) == 3
+    plan = plan_dataset(listing, Config(data=share.config, run={"output_dir": tmp_path}))
+    assert plan.key == earlier.key
+    assert not plan.intact
+    assert share.make() == 6
+
+
+def test_a_file_larger_than_a_share_is_divided(tmp_path, sources_read):
+    (tmp_path / "one.txt").write_text("".join(f"{text}\n" for text in make_texts(3000)))
+    config = files_config(tmp_path / "one.txt", partition_megabytes=1, workers=1)
+    source = config.source.model_copy(update={"separator": "\n"})
+    config = config.model_copy(update={"source": source})
+    sizes = []
+    for number in (1, 2):
+        before = made(tmp_path)
+        Share(config, tmp_path, number, 2).make()
+        sizes.append(len(made(tmp_path) - before))
+    assert min(sizes) > 0
+    assert sources_read == ["one.txt"]
 
 
 def test_shards_of_others_are_not_read_to_assemble_nor_to_plan(tmp_path, several, monkeypatch):
     """As if a cluster, or the machines of other shares, had made them in a folder that all see."""
-    listing, datasets_dir = download(several, tmp_path), tmp_path / "datasets"
+    listing, datasets_dir = list_sources(several, tmp_path), tmp_path / "datasets"
     for number in (1, 2):
-        config = several.model_copy(update={"share": f"{number}/2"})
-        monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node-{number}")
-        make_share(listing, config, datasets_dir)
-    monkeypatch.setattr(socket, "gethostname", lambda: "driver")
-    fact_cache_here.cache_clear()
+        Share(several, tmp_path, number, 2).make()
+    fact_cache.cache_clear()
     read, plain = [], storage.sha256
     monkeypatch.setattr(storage, "sha256", lambda path: read.append(path) or plain(path))
     manifest = build_dataset(listing, several, tmp_path)
-    fact_cache_here.cache_clear()
+    fact_cache.cache_clear()
     assert Datasets(datasets_dir).find(manifest.folder_name) == manifest
     assert not [path for path in read if str(path).endswith(".arrow")]
 
@@ -194,7 +277,7 @@ def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch)
     monkeypatch.setattr(on_ray, "_prepared", {})
     raw, place = write_files(tmp_path / "raw", make_texts(3)), tmp_path / "datasets"
     config = files_config(raw / "*")
-    wanted = requested_dataset(download(config, tmp_path), config, place)
+    wanted = requested_dataset(list_sources(config, tmp_path), config, place)
     (spec,) = wanted.specs(wanted.keys[""])
     job = Job(place=str(place), mark=place / "mark", sources=sources_fingerprint(), device="cpu")
     kind, message = attempt(make_partition, job.model_dump_json(), spec.model_dump_json())

@@ -9,7 +9,7 @@ from infini_model.config import DataConfig, FilesSource, PackingConfig
 from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import SPLITS
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import DataError
 
@@ -121,7 +121,7 @@ def test_a_fault_is_named_by_its_source(sources, tmp_path):
     nowhere = FilesSource(paths=[str(tmp_path / "nothing" / "*.txt")])
     config = DataConfig(sources={"web": sources["texts"], "code": nowhere})
     with pytest.raises(DataError, match=r"^data\.sources\.code\.paths: .* matches no file"):
-        download(config, tmp_path)
+        list_sources(config, tmp_path)
     empty = write_files(tmp_path / "empty", ["", ""])
     config = DataConfig(sources={"a": sources["texts"], "b": FilesSource(paths=[f"{empty}/*"])})
     with pytest.raises(

@@ -7,7 +7,7 @@ import torch
 
 from infini_model.config import load_config
 from infini_model.data.build import build_dataset
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.tasks import load_task
@@ -52,7 +52,7 @@ def make_dataset(root, config):
     (root / "texts").mkdir(exist_ok=True)
     for number in range(30):
         (root / "texts" / f"{number}.txt").write_text(document(number))
-    corpus = download(config.data, config.run.output_dir)
+    corpus = list_sources(config.data, config.run.output_dir)
     return (
         config.run.datasets_dir
         / build_dataset(corpus, config.data, config.run.output_dir).folder_name

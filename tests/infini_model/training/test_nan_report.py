@@ -19,7 +19,7 @@ from infini_model.config import validate
 from infini_model.data.build import build_dataset
 from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
@@ -52,7 +52,7 @@ def poisoned(tmp_path_factory):
     }
     config = validate({"data": data})
     output = tmp_path_factory.mktemp("output")
-    manifest = build_dataset(download(config.data, output), config.data, output)
+    manifest = build_dataset(list_sources(config.data, output), config.data, output)
     return output / "datasets" / manifest.folder_name
 
 

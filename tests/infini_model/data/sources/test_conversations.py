@@ -17,7 +17,7 @@ from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.formats import read_documents
-from infini_model.data.sources.listing import download, reading_of
+from infini_model.data.sources.listing import list_sources, reading_of
 from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.runtime.errors import DataError
@@ -301,7 +301,7 @@ def test_a_hub_dataset_of_pairs_may_have_any_form_and_a_limit(tmp_path, columns)
     def read(**fields):
         source = HubSource(repository=str(folder), pairs=True, **fields)
         config = DataConfig(source=source)
-        return pairs_in(download(config, tmp_path / "out").ranges, reading_of(config.source))[0]
+        return pairs_in(list_sources(config, tmp_path / "out").ranges, reading_of(config.source))[0]
 
     assert read() == pairs
     assert read(limit=4) == pairs[:4]

@@ -14,15 +14,16 @@ from local_hub import LocalHub, Repository, serve_hub
 from infini_model.config import DataConfig, FilesSource, SplitsConfig
 from infini_model.data.sources import files
 from infini_model.data.sources.files import SourceFile
-from infini_model.data.sources.listing import download, list_files, list_objects
+from infini_model.data.sources.listing import list_files, list_objects, list_sources
 from infini_model.data.sources.text import hash_documents, splits_of
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UnreachableError
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore
 
 
 def files_of(output_dir: Path, *patterns: object) -> list[SourceFile]:
-    return [part.file for part in download(files_config(*patterns), output_dir).ranges]
+    return [part.file for part in list_sources(files_config(*patterns), output_dir).ranges]
 
 
 def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch):
@@ -50,8 +51,8 @@ def test_a_file_is_read_again_only_if_it_was_written(tmp_path, monkeypatch):
     second = listed()
     assert (second[0], read) == (first[0], ["0001.txt"])
     assert second[1].fingerprint != first[1].fingerprint
-    for path in (tmp_path / "datasets" / ".facts").glob("*.json"):
-        path.write_text("{broken")
+    (tmp_path / "datasets" / ".facts.json").write_text("{broken")
+    fact_cache.cache_clear()
     assert listed() == second
 
 
@@ -122,7 +123,7 @@ def test_a_name_that_is_not_utf8_is_told_and_keeps_no_other_file_out(tmp_path, c
     with pytest.raises(DataError, match=re.escape(told) + "$"):
         list_files(FilesSource(paths=paths), tmp_path)
     source = FilesSource(paths=paths, errors="skip")
-    assert len(download(DataConfig(source=source), tmp_path).ranges) == 2
+    assert len(list_sources(DataConfig(source=source), tmp_path).ranges) == 2
     assert caplog.messages[-1].endswith("\\xe9t\\xe9/c.txt: left out, as the name is not UTF-8")
 
 
@@ -198,7 +199,7 @@ def address_of(hub: LocalHub, name: str = "corpus.jsonl") -> str:
 
 
 def fetch(hub: LocalHub, output_dir: Path, **options) -> Path:
-    (part,) = download(files_config(address_of(hub)), output_dir, **options).ranges
+    (part,) = list_sources(files_config(address_of(hub)), output_dir, **options).ranges
     return Path(part.file.address)
 
 
@@ -247,7 +248,7 @@ def test_a_refusal_is_final_and_a_failure_is_not(hub, tmp_path, name, state, err
     hub.busy = state.get("busy", 0)
     hub.repositories["team/data"].gated = "gated" in state
     with pytest.raises(error, match=f"^{address_of(hub, name)}: {complaint}[^\n]*$") as caught:
-        download(files_config(address_of(hub, name)), tmp_path)
+        list_sources(files_config(address_of(hub, name)), tmp_path)
     assert "hf_signed" not in str(caught.value)
 
 
@@ -255,7 +256,7 @@ def test_what_a_server_compresses_is_refused_unless_the_name_says_so(hub, tmp_pa
     hub.encoding = "gzip"
     hub.repositories["team/data"] = Repository(dict.fromkeys(("a.jsonl", "a.jsonl.gz"), CONTENT))
     with pytest.raises(DataError, match=f"^{address_of(hub, 'a.jsonl')}: .*Content-Encoding: gzip"):
-        download(files_config(address_of(hub, "a.jsonl")), tmp_path)
+        list_sources(files_config(address_of(hub, "a.jsonl")), tmp_path)
     (file,) = files_of(tmp_path, address_of(hub, "a.jsonl.gz"))
     assert Path(file.address).read_bytes() == CONTENT
     hub.encoding = "identity"

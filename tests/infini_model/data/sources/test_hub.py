@@ -14,11 +14,12 @@ import pytest
 from corpora import make_texts, rows_of, write_parquet, write_rows
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
-from infini_model.config import HubSource
+from infini_model.config import DataConfig, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.files import hub_errors
 from infini_model.data.sources.formats import content_of
 from infini_model.data.sources.hub import list_dataset
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
@@ -32,7 +33,7 @@ import contextlib, json, os, pathlib, sys, tempfile, time
 from infini_model.config import DataConfig, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources import hub
-from infini_model.data.sources.files import SourceFile
+from infini_model.data.sources.files import SourceFile, fingerprint
 from infini_model.data.sources.formats import read_range, whole_file
 from infini_model.data.sources.rows import Reading
 from infini_model.data.sources.hub import fetch_weights, list_dataset
@@ -67,8 +68,10 @@ def listing(source, folder="", most=1 << 40):
 
     raw = pathlib.Path(folder or tempfile.mkdtemp())
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
-    found = list_dataset(HubSource(**source), raw, facts, progress)
-    return [one.file.model_dump() | ({"rows": one.rows} if one.rows else {}) for one in found]
+    found = list_dataset(HubSource(**source), raw, progress)
+    files = fingerprint([one.file for one in found], facts)
+    rows = [{"rows": one.rows} if one.rows else {} for one in found]
+    return [file.model_dump() | most for file, most in zip(files, rows, strict=True)]
 
 def train(files):
     folder = pathlib.Path(tempfile.mkdtemp())
@@ -424,7 +427,7 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
 
     def fetched(raw, progress=None, limit=60):
         source = HubSource(repository=str(folder), limit=limit)
-        files = list_dataset(source, raw, FactCache(tmp_path / "kept.json"), progress)
+        files = list_dataset(source, raw, progress)
         return rows_of(*files)
 
     def end(done, total):
@@ -448,15 +451,15 @@ def test_of_parquet_files_those_with_the_first_rows_are_read_in_parts(tmp_path, 
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder, facts = tmp_path / "team", FactCache(tmp_path / "kept.json")
+    folder = tmp_path / "team"
     for number in range(3):
         texts = TEXTS[number * 20 : number * 20 + 20]
         write_parquet(folder / f"train-{number}.parquet", texts, row_group_size=3)
 
     def planned(limit):
-        source = HubSource(repository=str(folder), limit=limit)
-        files = list_dataset(source, tmp_path / "raw", facts)
-        parts = plan_partitions(files, Reading(), 300, facts)
+        config = DataConfig(source=HubSource(repository=str(folder), limit=limit))
+        files = list_sources(config, tmp_path).ranges
+        parts = plan_partitions(files, Reading(), 300, FactCache(tmp_path / "kept.json"))
         texts = rows_of(*(part for each in parts for part in each.ranges))
         assert sorted(texts) == sorted(rows_of(*files)) == sorted(TEXTS[:limit])
         return {content_of(part) for each in parts for part in each.ranges}

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from infini_model.config import validate
 from infini_model.data.build import build_dataset
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
-from infini_model.data.sources.listing import download
+from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_saved, load_tokenizer
 from infini_model.runtime.errors import DataError
@@ -101,7 +101,7 @@ def test_a_list_of_ends_and_the_chat_template_go_through_a_dataset(tmp_path, voc
     data = {"source": {"paths": str(tmp_path / "a.txt")}, "tokenizer": {"spec": str(source)}}
     splits = {"train": 1.0, "validation": 0.0, "test": 0.0}
     asked = validate({"data": data | {"splits": splits}}).data
-    manifest = build_dataset(download(asked, tmp_path), asked, tmp_path)
+    manifest = build_dataset(list_sources(asked, tmp_path), asked, tmp_path)
     folder = tmp_path / "datasets" / manifest.folder_name
     tokenizer = load_dataset_tokenizer(folder)
     assert tokenizer.end_token_ids == (end, 0)

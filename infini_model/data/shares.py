@@ -1,0 +1,72 @@
+"""One of N shares of the partitions of a dataset, made by machines that need not run at once.
+
+A large file is read by one share alone, which makes its partitions; those of all other files are
+divided by their keys. Each share records the fingerprints that it finds beside the datasets, so the
+last one knows all files without having read them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infini_model.config import MEBIBYTE, DataConfig
+from infini_model.data.build import (
+    RequestedDataset,
+    make_partitions,
+    requested_dataset,
+)
+from infini_model.data.datasets import register_build
+from infini_model.data.engines import make_engine
+from infini_model.data.sources.files import Listing
+from infini_model.data.sources.formats import text_of_file
+from infini_model.data.sources.listing import divide_files, list_sources
+from infini_model.data.store import datasets_at
+from infini_model.runtime.stage_protocol import OnProgress
+
+
+def make_share(
+    listing: Listing,
+    config: DataConfig,
+    output_dir: Path,
+    *,
+    datasets_dir: Path | None = None,
+    store: str | None = None,
+    progress: OnProgress | None = None,
+) -> tuple[Listing, int]:
+    """Make what is missing of `data.share`; the arguments and the errors are `build_dataset`'s.
+
+    A partition belongs to a share whether it exists or not: so shares are disjoint, wherever and
+    whenever each is made. No lock is held but those of partitions.
+
+    Returns the files as they are known now, of which other shares may have read more, and how many
+    partitions of others are missing; if none is, `build_dataset` finds them all.
+    """
+    datasets_dir = datasets_dir or output_dir / "datasets"
+    wanted = requested_dataset(listing, config, datasets_dir, store)
+    register_build(wanted.folder, wanted.build)
+    datasets = datasets_at(datasets_dir, store)
+    own = _keys_of_share(wanted, listing, config)
+    engine = make_engine(config, wanted.tokenizer)
+    make_partitions(wanted, own, f"share {config.share}", datasets, engine, progress)
+    if listing.unread:
+        listing = list_sources(config, output_dir, datasets_dir=datasets_dir, store=store)
+        wanted = requested_dataset(listing, config, datasets_dir, store)
+    target = config.partition_megabytes * MEBIBYTE
+    unread = sum(-(-text_of_file(part) // target) for part in listing.unread)
+    return listing, len(set(wanted.build.partitions) - datasets.partition_keys()) + unread
+
+
+def _keys_of_share(wanted: RequestedDataset, listing: Listing, config: DataConfig) -> list[str]:
+    """The keys of the partitions of a share, each once."""
+    number, count = config.share_of or (1, 1)
+    share_of = divide_files(listing, config)
+    own: dict[str, None] = {}
+    common: dict[str, None] = {}
+    for source in wanted.sources:
+        for key, partition in source.partitions:
+            owner = share_of.get(partition.ranges[0].file.address)
+            if owner is None:
+                common[key] = None
+            elif owner == number:
+                own[key] = None
+    return [*own, *(key for key in list(common)[number - 1 :: count] if key not in own)]

@@ -1,9 +1,9 @@
 """The memory estimate of a training, compared with what PyTorch's MemTracker counts of a step.
 
 Each case is a small model on the CPU, of which one part of the estimate is large. Its tensors are
-fake: they have shapes and no memory. Two steps are taken, and the peak is that of the second. The
-tracker does not see inside the operator of the loss, so all vocabularies are small; and it counts
-one micro-batch of one process, with a model that is trained whole. The ratio is estimate / counted.
+fake: they have shapes and no memory. Two steps are taken, and the peak is that of the second. One
+micro-batch of one process is counted, with a model that is trained whole. The ratio is
+estimate / counted.
 """
 
 from __future__ import annotations

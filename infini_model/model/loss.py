@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from infini_model.model.precision import as_operand
@@ -66,12 +67,11 @@ def fused_linear_cross_entropy(
         return losses.sum() if row_weights is None else losses @ row_weights.to(losses.dtype)
     dtype = functional.linear(hidden[:0], as_operand(weight[:0], hidden)).dtype
     at_once = logits_at_once or max(LOGITS_AT_ONCE, weight.numel())
-    rows, trained = _rows_at_once(len(hidden), len(weight), at_once), weight.requires_grad
+    rows = _rows_at_once(len(hidden), len(weight), at_once)
     if dtype == torch.float16:
         rows = min(rows, FP16_ROWS)
-    total: Tensor = _loss_and_gradients(
-        hidden, weight, targets, row_weights, excluded, dtype, rows, trained
-    )[0]
+    inputs = hidden, weight, targets, row_weights, excluded, dtype, rows
+    total: Tensor = _LossAndGradients.apply(*inputs)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -102,58 +102,69 @@ def token_losses(
     return torch.cat(losses)
 
 
-@torch.library.custom_op("infini_model::loss_and_gradients", mutates_args=())
-def _loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    row_weights: Tensor | None,
-    excluded: int | None,
-    dtype: torch.dtype,
-    rows_at_once: int,
-    trained: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients for `hidden` and `weight`; products in `dtype`.
+class _LossAndGradients(torch.autograd.Function):
+    """The sum of the losses, whose gradients are found beside it; products in `dtype`.
 
-    That of a weight that is not `trained` is empty. Nothing waits for the device.
+    Nothing waits for the device.
     """
-    exact = _exact(hidden)
-    table, dhidden = weight.to(dtype), torch.empty_like(hidden)
-    dweight = torch.zeros_like(weight if trained else weight[:0], dtype=exact)
-    losses = torch.empty_like(targets, dtype=exact)
-    chunks = (torch.split(x, rows_at_once) for x in (hidden, targets, losses, dhidden))
-    factors: Iterable[Tensor | None] = repeat(None)
-    if row_weights is not None:
-        factors = torch.split(row_weights.to(exact), rows_at_once)
-    # All that is as large as the logits, for every chunk: their products and they themselves.
-    products = table.new_empty(min(rows_at_once, len(hidden)), len(table))
-    buffer = products if dtype == exact else torch.empty_like(products, dtype=exact)
-    for rows, row_targets, loss, drows, factor in zip(*chunks, factors, strict=False):
-        narrow, logits = products[: len(rows)], buffer[: len(rows)]
-        ignored = row_targets == IGNORED
-        index = row_targets.masked_fill(ignored, 0).unsqueeze(1)
-        torch.mm(rows.to(dtype), table.t(), out=narrow)
-        if dtype != exact:
-            logits.copy_(narrow)
-        log_probs = torch.log_softmax(_without(logits, excluded), dim=1, out=logits)
-        target_log_probs = log_probs.gather(1, index)
-        loss.copy_(target_log_probs.squeeze(1).neg().masked_fill_(ignored, 0.0))
 
-        # Softmax minus one at the target. Ignored rows are masked in tensors of width H, which is
-        # cheaper than in the logits. Deterministic on CUDA, `scatter_` would copy from the host.
-        dlogits = log_probs.exp_()
-        every_row = torch.arange(len(rows), device=rows.device)
-        dlogits[every_row, index.squeeze(1)] = target_log_probs.expm1().squeeze(1)
-        if factor is not None:
-            loss.mul_(factor)
-            dlogits.mul_(factor.unsqueeze(1))
-        if dtype != exact:
-            dlogits = narrow.copy_(dlogits)
-        mask = ignored.unsqueeze(1)
-        drows.copy_(torch.mm(dlogits, table).masked_fill_(mask, 0.0))
-        if trained:
-            _add_product(dweight, dlogits.t(), rows.to(dtype).masked_fill(mask, 0.0))
-    return losses.sum(), dhidden, dweight.to(weight.dtype)
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        row_weights: Tensor | None,
+        excluded: int | None,
+        dtype: torch.dtype,
+        rows_at_once: int,
+    ) -> Tensor:
+        trained, exact = ctx.needs_input_grad[1], _exact(hidden)
+        table, dhidden = weight.to(dtype), torch.empty_like(hidden)
+        dweight = torch.zeros_like(weight if trained else weight[:0], dtype=exact)
+        losses = torch.empty_like(targets, dtype=exact)
+        chunks = (torch.split(x, rows_at_once) for x in (hidden, targets, losses, dhidden))
+        factors: Iterable[Tensor | None] = repeat(None)
+        if row_weights is not None:
+            factors = torch.split(row_weights.to(exact), rows_at_once)
+        # All that is as large as the logits, for every chunk: their products and they themselves.
+        products = table.new_empty(min(rows_at_once, len(hidden)), len(table))
+        buffer = products if dtype == exact else torch.empty_like(products, dtype=exact)
+        for rows, row_targets, loss, drows, factor in zip(*chunks, factors, strict=False):
+            narrow, logits = products[: len(rows)], buffer[: len(rows)]
+            ignored = row_targets == IGNORED
+            index = row_targets.masked_fill(ignored, 0).unsqueeze(1)
+            torch.mm(rows.to(dtype), table.t(), out=narrow)
+            if dtype != exact:
+                logits.copy_(narrow)
+            log_probs = torch.log_softmax(_without(logits, excluded), dim=1, out=logits)
+            target_log_probs = log_probs.gather(1, index)
+            loss.copy_(target_log_probs.squeeze(1).neg().masked_fill_(ignored, 0.0))
+
+            # Softmax minus one at the target. Ignored rows are masked in tensors of width H, which
+            # is cheaper than in the logits. Deterministic on CUDA, `scatter_` would copy from the
+            # host.
+            dlogits = log_probs.exp_()
+            every_row = torch.arange(len(rows), device=rows.device)
+            dlogits[every_row, index.squeeze(1)] = target_log_probs.expm1().squeeze(1)
+            if factor is not None:
+                loss.mul_(factor)
+                dlogits.mul_(factor.unsqueeze(1))
+            if dtype != exact:
+                dlogits = narrow.copy_(dlogits)
+            drows.copy_(torch.mm(dlogits, table).masked_fill_(ignored.unsqueeze(1), 0.0))
+            if trained:
+                learned = rows.to(dtype).masked_fill(ignored.unsqueeze(1), 0.0)
+                _add_product(dweight, dlogits.t(), learned)
+        ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight = ctx.saved_tensors
+        by_weight = dweight * grad if ctx.needs_input_grad[1] else None
+        return dhidden * grad, by_weight, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -184,34 +195,3 @@ def _rows_at_once(rows: int, vocabulary: int, logits_at_once: int) -> int:
     tile = TILE if longest >= TILE else 1
     count = max(1, -(-rows // (longest // tile * tile)))
     return max(1, -(-rows // (count * tile)) * tile)
-
-
-@_loss_and_gradients.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,  # noqa: ARG001
-    row_weights: Tensor | None,  # noqa: ARG001
-    excluded: int | None,  # noqa: ARG001
-    dtype: torch.dtype,  # noqa: ARG001
-    rows_at_once: int,  # noqa: ARG001
-    trained: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = hidden.new_empty((), dtype=_exact(hidden))
-    return total, torch.empty_like(hidden), torch.empty_like(weight if trained else weight[:0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _scale(ctx: Any, grad: Tensor, *second_order: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(x is not None for x in second_order):
-        raise RuntimeError("the loss can be differentiated once, not twice")
-    dhidden, dweight = ctx.saved_tensors
-    by_weight = dweight * grad if ctx.needs_input_grad[1] else None
-    return dhidden * grad, by_weight, None, None, None, None, None, None
-
-
-_loss_and_gradients.register_autograd(_scale, setup_context=_save)

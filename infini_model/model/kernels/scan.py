@@ -61,29 +61,13 @@ def _empty(added: Tensor, first: Tensor) -> Tensor:
 
 
 @exclusive_scan.register_kernel("cuda")
-def _(
-    added: Tensor,
-    first: Tensor,
-    reset: Tensor | None,
-    kept: Tensor | None = None,
-    *,
-    reverse: bool = False,
-) -> Tensor:
+def _(*inputs: Any, reverse: bool = False) -> Tensor:
     from infini_model.model.kernels import triton_scan
 
-    return triton_scan.exclusive_scan(added, first, reset, kept, reverse=reverse)
+    return triton_scan.exclusive_scan(*inputs, reverse=reverse)
 
 
-@exclusive_scan.register_fake
-def _(
-    added: Tensor,
-    first: Tensor,
-    reset: Tensor | None,  # noqa: ARG001
-    kept: Tensor | None = None,  # noqa: ARG001
-    *,
-    reverse: bool = False,  # noqa: ARG001
-) -> Tensor:
-    return _empty(added, first)
+exclusive_scan.register_fake(lambda added, first, *_, **__: _empty(added, first))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:

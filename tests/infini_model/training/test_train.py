@@ -354,7 +354,7 @@ def test_no_operator_of_a_training_is_without_a_deterministic_form(
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         train(config, dataset, tmp_path / "run")
     called = {event.key for event in profiled.key_averages()}
-    assert {"aten::_fused_adamw_", "infini_model::loss_and_gradients"} <= called
+    assert {"aten::_fused_adamw_", "_LossAndGradients"} <= called
     assert called & undesired() == set()
 
 

@@ -100,22 +100,24 @@ class GatedDelta(Rule):
         """The root mean square of the norm's weight, [1]."""
         return read_weight.float().square().mean(0, keepdim=True).sqrt()
 
-    def inputs(self, x: Tensor, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-        """Gather the arguments of `forward`: the layer's input, queries and keys."""
-        return x, q, k
+    def shifted(self, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """Leave both as they are: `forward` convolves them."""
+        return q, k
 
     def forward(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
         values: Tensor,
+        shifted: tuple[Tensor, Tensor],  # noqa: ARG002
         local: Tensor,
-        starts: Tensor | None,
         state: RuleState | None,  # noqa: ARG002 - it takes whole sequences
+        starts: Tensor | None,
         *,
         keep_state: bool,  # noqa: ARG002
     ) -> tuple[Tensor, None]:
         """As `Rule.forward`, without a state."""
-        x, *heads = (*inputs, values)
         dtype, length = memory_dtype(x.dtype), local.size(3)
         weights = torch.cat((self.delta_token_gates, self.delta_gate))
         products = functional.linear(x, as_operand(weights, x)).to(dtype)
@@ -126,7 +128,7 @@ class GatedDelta(Rule):
             taps = self.delta_taps.to(dtype).view(3, TAPS, count, 1, -1)
             q, k, v = (
                 segmented(self._convolved(y.to(dtype), tap, starts), length)
-                for y, tap in zip(heads, taps, strict=True)
+                for y, tap in zip((q, k, values), taps, strict=True)
             )
             q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
             gates = torch.stack((decay, writing.sigmoid()), -1).transpose(1, 2)

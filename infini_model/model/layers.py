@@ -75,10 +75,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, LayerState | None]:
-        """Attend to `x` [B, T, hidden], which starts on a segment border, all segments at once.
+        """Attend to `x` [B, T, hidden], all segments at once; with an update as `advance`.
 
-        With several streams, the state is that of the rows that are written.
+        Without one `x` starts on a segment border. With several streams, the state is that of the
+        rows that are written.
         """
+        if context.update is not None and state is not None:
+            return self.advance(x, context, context.update, state)
         window, rope, streams, tokens = context.window, context.rope, context.streams, x.size(1)
         q, k, v = self.project(x)
         # Not a chunk of a single stream: its backward pass would copy it.
@@ -89,12 +92,11 @@ class Attention(nn.Module):
         # A pass of less than a segment is no longer than itself, unless it sees whole ones.
         length = min(window.segment_length, tokens) if earlier is None else window.segment_length
         rule, starts, keep_state = self.memory, context.document_starts, context.keep_state
+        shifted = None
         if context.without_memory:
             rule = None
-        is_read = tokens > length or state is not None or keep_state
-        inputs = None
-        if rule is not None and is_read:
-            inputs = rule.inputs(written, q, keys, starts, rule_state)
+        elif rule is not None and (tokens > length or state is not None or keep_state):
+            shifted = rule.shifted(q, keys, rule_state, starts)
         queries, local_keys, local_values = (segmented(y, length) for y in (q, k, v))
         out = window.attend(
             *(queries, local_keys, local_values, rope),
@@ -104,12 +106,14 @@ class Attention(nn.Module):
             earlier=earlier,
         )
         after = None
-        if rule is not None and inputs is not None:
-            out, after = rule(inputs, values, out, starts, rule_state, keep_state=keep_state)
-        elif rule is not None:
+        if rule is not None and shifted is not None:
+            out, after = rule(
+                *(written, q, keys, values, shifted, out, rule_state, starts), keep_state=keep_state
+            )
+        elif rule is not None:  # there is nothing to read or write
             out = rule.unread(out)
         out = self.o_proj(out.permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)[:, :tokens])
-        if not context.keep_state:
+        if not keep_state:
             return out, None
         caches = window.carried(keys, values, rope, context.sight, earlier)
         return out, LayerState(*caches, after)
@@ -201,10 +205,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, LayerState | None]:
         """The residual stream after the attention, the feed-forward's input, and the state."""
         normed = product_input(self.input_layernorm(x))
-        if context.update is not None and state is not None:
-            attended, after = self.self_attn.advance(normed, context, context.update, state)
-        else:
-            attended, after = self.self_attn(normed, context, state)
+        attended, after = self.self_attn(normed, context, state)
         x = x + attended
         return x, product_input(self.post_attention_layernorm(x)), after
 

@@ -17,19 +17,21 @@ from infini_model.model.kernels.memory_ops import operator
 
 
 def with_previous(
-    x: Tensor, share: Tensor, previous: Tensor | None, starts: Tensor | None
+    x: Tensor, share: Tensor | None, previous: Tensor | None, starts: Tensor | None
 ) -> Tensor:
     """lerp(x_t, x_{t−1}, μ); the first token of a document keeps its own.
 
     Args:
         x: Keys or queries [B, H, T, D].
-        share: μ, [H].
+        share: μ, [H]; None shifts nothing.
         previous: That of the token before the first, [B, H, D]; None if there is none.
         starts: [B, T] bool, true where a document starts.
 
     Returns:
         [B, H, T, D].
     """
+    if share is None:
+        return x
     shares = share.to(x.dtype)[:, None].expand(x.shape[:3])
     if starts is not None:
         shares = shares.masked_fill(starts[:, None], 0.0)
@@ -39,7 +41,9 @@ def with_previous(
     return shifted_keys(x, functional.pad(shares, (1, 0)))[:, :, 1:]
 
 
-def streams_with_previous(x: Tensor, share: Tensor, starts: Tensor, segment_length: int) -> Tensor:
+def streams_with_previous(
+    x: Tensor, share: Tensor | None, starts: Tensor | None, rows: int, segment_length: int
+) -> Tensor:
     """`with_previous` for n streams of the same documents: rows i, B + i, 2B + i, … are of one.
 
     What precedes a segment is always the first stream's token: the segments of the other streams
@@ -47,15 +51,18 @@ def streams_with_previous(x: Tensor, share: Tensor, starts: Tensor, segment_leng
 
     Args:
         x: [n · B, H, T, D]; T is a multiple of `segment_length`.
-        share: μ, [H].
-        starts: [B, T] bool, true where a document starts.
+        share: As in `with_previous`.
+        starts: [B, T] bool, true where a document starts; None is nowhere.
+        rows: B.
         segment_length: Tokens of a segment.
 
     Returns:
         [n · B, H, T, D].
     """
-    rows, streams = len(starts), len(x) // len(starts)
-    starts = starts | (torch.arange(starts.size(1), device=starts.device) == 0)
+    if share is None:
+        return x
+    streams, first = len(x) // rows, torch.arange(x.size(2), device=x.device) == 0
+    starts = first.expand(rows, -1) if starts is None else starts | first
     segments = x.view(*x.shape[:2], -1, segment_length, x.size(3)).transpose(1, 2)
     last = segments[:rows, :, :, -1]
     out = with_previous(

@@ -68,24 +68,6 @@ class RuleState(NamedTuple):
     last_query: Tensor | None
 
 
-class RuleInputs(NamedTuple):
-    """Queries `q` and keys `k` of a pass, and what a rule makes of them.
-
-    Attributes:
-        q: Queries before the rotation, [n · B, H, T, D].
-        k: Keys before the rotation, [B, H_kv, T, D].
-        queries: Those that read the memory, of the shape of `q`.
-        keys: Those under which values are written, of the shape of `k`.
-        gates: Of each token, [B, H_kv, T, 2]; None of a rule without.
-    """
-
-    q: Tensor
-    k: Tensor
-    queries: Tensor
-    keys: Tensor
-    gates: Tensor | None
-
-
 class Rule(nn.Module):
     """The memory of one layer: its parameters, what a segment writes and what a query reads.
 
@@ -146,36 +128,12 @@ class Rule(nn.Module):
         """The `gates` of `states` for the inputs `x` [B, T, hidden] of the layer."""
         return None
 
-    def shift_keys(self, k: Tensor, previous: Tensor | None, starts: Tensor | None) -> Tensor:
-        """The keys under which values are written; the arguments are those of `with_previous`."""
-        if self.memory_key_shift is None:
-            return k
-        return with_previous(k, self.memory_key_shift, previous, starts)
+    def shifted(
+        self, q: Tensor, k: Tensor, state: RuleState | None, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The queries that read the memory, and the keys under which values are written.
 
-    def shift_queries(
-        self, q: Tensor, previous: Tensor | None, starts: Tensor | None, streams: int = 1
-    ) -> Tensor:
-        """The queries that read; as `shift_keys`, or as `streams_with_previous` for several."""
-        if self.memory_query_shift is None:
-            return q
-        if streams == 1:
-            return with_previous(q, self.memory_query_shift, previous, starts)
-        if starts is None:
-            shape = (len(q) // streams, q.size(2))
-            starts = torch.zeros(shape, dtype=torch.bool, device=q.device)
-        return streams_with_previous(q, self.memory_query_shift, starts, self.segment_length)
-
-    def inputs(
-        self, x: Tensor, q: Tensor, k: Tensor, starts: Tensor | None, state: RuleState | None
-    ) -> RuleInputs:
-        """Prepare the queries, keys and gates of a pass over all segments.
-
-        Args:
-            x: Inputs of the layer for the rows that are written, [B, T, hidden].
-            q: Queries before the rotation, [n · B, H, T, D].
-            k: Keys before the rotation, [B, H_kv, T, D].
-            starts: [B, S] bool, true where a segment starts a document; None is nowhere.
-            state: State before the pass; None is empty.
+        `q` and `k` are those before the rotation; all arguments are as in `forward`.
         """
         by_token = last_key = last_query = None
         if starts is not None:
@@ -183,34 +141,42 @@ class Rule(nn.Module):
             by_token = functional.pad(starts.unsqueeze(-1), padding).flatten(1)[:, : k.size(2)]
         if state is not None:
             last_key, last_query = state.last_key, state.last_query
-        keys = self.shift_keys(k, last_key, by_token)
-        queries = self.shift_queries(q, last_query, by_token, len(q) // len(k))
-        return RuleInputs(q, k, queries, keys, self.token_gates(x))
+        keys = with_previous(k, self.memory_key_shift, last_key, by_token)
+        if len(q) == len(k):
+            return with_previous(q, self.memory_query_shift, last_query, by_token), keys
+        shift = self.memory_query_shift, by_token, len(k), self.segment_length
+        return streams_with_previous(q, *shift), keys
 
     def forward(
         self,
-        inputs: RuleInputs,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
         values: Tensor,
+        shifted: tuple[Tensor, Tensor],
         local: Tensor,
-        starts: Tensor | None,
         state: RuleState | None,
+        starts: Tensor | None,
         *,
         keep_state: bool,
     ) -> tuple[Tensor, RuleState | None]:
         """Read the memory for all segments of a pass, and write them to it.
 
         Args:
-            inputs: Of the pass; row i of n · B reads the memory of row i mod B.
-            values: Values that are written, [B, H_kv, T, D].
+            x: Inputs of the layer for the rows that are written, [B, T, hidden].
+            q: Queries before the rotation, [n · B, H, T, D]; row i reads the memory of row i mod B.
+            k: Keys before the rotation, [B, H_kv, T, D].
+            values: Values that are written, of the shape of `k`.
+            shifted: The result of `shifted`.
             local: The attention of the window, [n · B, S, H, L, D].
-            starts: As in `inputs`.
-            state: As in `inputs`.
+            state: State before the pass; None is empty.
+            starts: [B, S] bool, true where a segment starts a document; None is nowhere.
             keep_state: Whether there is a state after the pass.
 
         Returns:
             [n · B, S, H, L, D], and the state after the pass.
         """
-        q, k, queries, keys, gates = inputs
+        (queries, keys), gates = shifted, self.token_gates(x)
         empty = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
         memory = empty if state is None else state.memory
         written = k.size(2) // self.segment_length
@@ -259,17 +225,16 @@ class Rule(nn.Module):
         Returns:
             [B, H, T, D], and the state after the chunk.
         """
-        starts, length = update.starts[:, None, None], self.segment_length
+        starts, length, last_query = update.starts[:, None, None], self.segment_length, None
         last_key = torch.where(starts, k[:, :, 0], state.last_key.to(k.dtype))
-        keys = update.write(state.keys, self.shift_keys(k, last_key, None))
+        if state.last_query is not None:
+            last_query = torch.where(starts, q[:, :, 0], state.last_query.to(q.dtype))
+        before = state._replace(last_key=last_key, last_query=last_query)
+        queries, new_keys = self.shifted(q, k, before, None)
+        keys = update.write(state.keys, new_keys)
         new_gates, gates = self.token_gates(x), state.gates
         if new_gates is not None and gates is not None:
             gates = update.write(gates, new_gates)
-        queries, last_query = q, state.last_query
-        if last_query is not None:
-            last_query = torch.where(starts, q[:, :, 0], last_query.to(q.dtype))
-            queries = self.shift_queries(q, last_query, None)
-            last_query = update.newest(q, last_query)
         out, memory = self.read(queries, local, self.read_weight, state.memory), state.memory
         if update.completes is not None:
             completes = update.completes
@@ -284,6 +249,8 @@ class Rule(nn.Module):
                 None if gates is None else gates[:, :, :length],
             )
             memory = written.map(chosen, memory)
+        if last_query is not None:
+            last_query = update.newest(q, last_query)
         return out, RuleState(memory, keys, gates, update.newest(k, last_key), last_query)
 
     @classmethod

@@ -7,6 +7,7 @@ The time is that of the tokens after the first: reading the prompt and casting o
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 
@@ -16,7 +17,7 @@ from benchmarks.report import publish, speed_ratio, take_turns
 from infini_model.config import ModelConfig
 from infini_model.model.generate import Sampling, read_prompts, stream
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import PRECISIONS
+from infini_model.model.precision import PRECISIONS, cast_weights
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -77,13 +78,15 @@ def main() -> None:
     """Measure in turns and print the results."""
     options = parse()
     model = build(options)
+    cast = copy.deepcopy(model)
+    cast_weights(cast, model.precision)
     prompt = torch.randint(options.vocabulary, (1, options.prompt))
-    both = {"ours": ours, "cast in each pass": casting}
-    told = [way(model, prompt, options.new_tokens)[0] for way in both.values()]
+    both = {"ours": (ours, cast), "cast in each pass": (casting, model)}
+    told = [way(given, prompt, options.new_tokens)[0] for way, given in both.values()]
     assert told[0] == told[1]
     peers = {
-        name: lambda way=way: way(model, prompt, options.new_tokens)[1]
-        for name, way in both.items()
+        name: lambda way=way, given=given: way(given, prompt, options.new_tokens)[1]
+        for name, (way, given) in both.items()
     }
     seconds = take_turns(peers, options.turns)
     rows = [

@@ -135,6 +135,8 @@ class EvalContext:
             checkpoint / MODEL,
             device=device,
             attention_backend=config.launch.attention_backend,
+            # That of the training, in which losses are computed and texts generated.
+            precision=resolve_precision(config.training.precision, device),
         )
         entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
         if entries < needed:
@@ -142,8 +144,6 @@ class EvalContext:
                 f"{checkpoint}: the model's vocabulary size is {entries}, the dataset "
                 f"{dataset_dir} needs {needed}"
             )
-        # That of the training, in which losses are computed and texts generated.
-        self.model.precision = resolve_precision(config.training.precision, device)
         module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
         self._scorer = Scorer(module, self.model.precision, device)
         self._windows: dict[Split, Windows] = {

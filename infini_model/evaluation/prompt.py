@@ -15,7 +15,7 @@ from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer, last_ids, prompt_ids
 from infini_model.model.generate import PREFILL_TOKENS, Sampling, stream
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import LowPrecisionWeights, resolve_precision
+from infini_model.model.precision import resolve_precision
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, is_started, read_run, read_run_config
@@ -174,7 +174,6 @@ class Conversation:
         self._model, self._tokenizer = model, tokenizer
         self._template = template
         self._rng = np.random.default_rng(seed)
-        self._weights = LowPrecisionWeights(model, model.precision)
         self._state = model.empty_state(1)
         self._messages: list[dict[str, str]] = []
 
@@ -209,7 +208,7 @@ class Conversation:
     def _read(self, ids: list[int]) -> torch.Tensor:
         """Add tokens to the state; returns the logits after the last one, [1, vocab_size]."""
         model, device = self._model, self._model.lm_head.weight.device
-        with self._weights, model.precision.autocast(device):
+        with model.precision.autocast(device):
             for start in range(0, len(ids), PREFILL_TOKENS):
                 chunk = torch.tensor([ids[start : start + PREFILL_TOKENS]], device=device)
                 hidden, self._state = model.extend(chunk, self._state, in_place=True)

@@ -30,8 +30,8 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         folder = Path(context.artifacts["model"])
         self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
         device = torch.device(first_device("auto"))
-        self._model = load_model(folder, device=device)
-        self._model.precision = resolve_precision(context.model_config["precision"], device)
+        precision = resolve_precision(context.model_config["precision"], device)
+        self._model = load_model(folder, device=device, precision=precision)
 
     def predict(
         self,

@@ -16,6 +16,7 @@ from infini_model.evaluation.pages import bullets, estimate, picture, table, wri
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.evaluation.tasks import load_task
+from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
@@ -184,7 +185,7 @@ def _text(
 def _trained(context: EvalContext) -> str:
     """What was trained, for how long, and on what."""
     position, config = context.position, context.config
-    parameters = sum(p.numel() for p in context.model.parameters())
+    parameters = _parameters(context.model)
     steps = f"{position.step:,} steps"
     if position.step < context.last_step:
         steps = f"{position.step:,} of {context.last_step:,} steps"
@@ -193,6 +194,12 @@ def _trained(context: EvalContext) -> str:
         f"objective: {config.training.objective}), trained for {steps}, {_tokens_read(context)} "
         f"of `{context.manifest.name}`."
     )
+
+
+def _parameters(model: InfiniLlama) -> int:
+    """The number of a model's parameters; in 16 bits a tied output layer is a copy."""
+    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
 
 
 def _tokens_read(context: EvalContext) -> str:
@@ -205,7 +212,7 @@ def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
     """A table of the model, its dataset and the length of its training."""
     model, config, manifest = context.model, context.config, context.manifest
     position, shape = context.position, context.model.config
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = _parameters(model)
     own = sum(p.numel() for name, p in model.named_parameters() if name.endswith(MEMORY_PARAMETERS))
     counts = f"{parameters:,}, including {own:,} of the memory"
     if model.lora is not None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import LowPrecisionWeights
 from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
 
+# Prompt tokens, over all rows, that are processed at once where all rows have full segments.
 PREFILL_TOKENS = 4096
 
 Prompts = Tensor | Sequence[Sequence[int]]
@@ -91,20 +91,16 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     eos_token_id: int | Sequence[int] | None = None,
-    prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[list[int]]:
     """Continue each prompt.
 
     Arguments that are not described here are those of `infini_model.model.generate.Sampling`.
 
     Args:
-        model: The model, used on its own device and, where `model.precision` is of 16 bits, with
-            a copy of the weights of its linear layers in these.
+        model: The model, used on its own device and in `model.precision`.
         prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
             row depends on another.
         seed: Row i is sampled from a generator seeded with (seed, i).
-        prefill_tokens: Prompt tokens, over all rows, processed at once where all rows have full
-            segments; at least one segment per row.
 
     Returns:
         The new tokens of each row, without the prompt.
@@ -116,7 +112,7 @@ def generate(
     ends = tuple(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, ends)
     rows: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(model, prompts, sampling, prefill_tokens=prefill_tokens):
+    for tokens in stream(model, prompts, sampling):
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:
                 row.append(token)
@@ -128,7 +124,6 @@ def stream(
     prompts: Prompts,
     sampling: Sampling,
     *,
-    prefill_tokens: int = PREFILL_TOKENS,
     rows: Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
     """Like `generate`, but yield tokens as they are sampled.
@@ -141,9 +136,8 @@ def stream(
     ids, lengths = _pad(prompts, model.lm_head.out_features)
     numbers = rows or range(len(lengths))
     generators = [np.random.default_rng((sampling.seed, row)) for row in numbers]
-    weights = LowPrecisionWeights(model, model.precision)
-    with weights:
-        logits, state = read_prompts(model, ids, lengths, prefill_tokens)
+    device = model.lm_head.weight.device
+    logits, state = read_prompts(model, ids, lengths)
     ended = [False] * len(lengths)
     for number in range(1, sampling.max_new_tokens + 1):
         drawn = torch.tensor([each.random() for each in generators], dtype=torch.float64)
@@ -156,8 +150,9 @@ def stream(
         ]
         if all(ended) or number == sampling.max_new_tokens:
             return
-        with weights:
-            logits, state = _next_logits(model, tokens, state)
+        with torch.inference_mode(), model.precision.autocast(device):
+            hidden, state = model.advance(tokens[:, None], state, in_place=True)
+            logits = model.lm_head(hidden[:, -1])
 
 
 def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -178,55 +173,39 @@ def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
 
 
-def chunk_width(rows: int, segment_length: int, tokens: int = PREFILL_TOKENS) -> int:
-    """The width of a chunk of whole segments, at least one, with at most `tokens` in all rows."""
-    return max(1, tokens // (rows * segment_length)) * segment_length
+def chunk_width(rows: int, segment_length: int) -> int:
+    """The width of a chunk of whole segments: at least one, at most `PREFILL_TOKENS` in all."""
+    return max(1, PREFILL_TOKENS // (rows * segment_length)) * segment_length
 
 
 @torch.inference_mode()
-def read_prompts(
-    model: InfiniLlama, ids: Tensor, lengths: Tensor, prefill_tokens: int = PREFILL_TOKENS
-) -> tuple[Tensor, State]:
+def read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
     """Process prompts in chunks: the next logits [B, V] and the state after the prompts.
 
     While all rows have full segments, a chunk is several segments. After that rows are at different
     positions, and a chunk is one segment.
 
     Args:
-        model: A causal model.
+        model: A causal model, or one of block diffusion if all prompts are whole segments.
         ids: Prompts [B, longest], padded on the right, on the CPU.
         lengths: Their lengths, [B] int64, on the CPU.
-        prefill_tokens: As in `generate`.
     """
     length, device = model.config.segment_length, model.lm_head.weight.device
     filled = int(lengths.min()) // length * length
-    at_once = chunk_width(len(lengths), length, prefill_tokens)
+    at_once = chunk_width(len(lengths), length)
     state = model.empty_state(len(lengths))
     last = model.model.norm.weight.new_zeros(len(lengths), model.config.hidden_size)
     start = 0
-    while start < ids.size(1):
-        width = min(at_once, filled - start) if start < filled else length
-        chunk = ids[:, start : start + width].to(device)
-        counts = (lengths - start).clamp(0, width)
-        with model.precision.autocast(device):
+    with model.precision.autocast(device):
+        while start < ids.size(1):
+            width = min(at_once, filled - start) if start < filled else length
+            chunk = ids[:, start : start + width].to(device)
+            counts = (lengths - start).clamp(0, width)
             if start < filled:
                 hidden, state = model.extend(chunk, state)
             else:
                 hidden, state = model.advance(chunk, state, counts, in_place=True)
-        newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
-        last = torch.where((counts > 0).to(device)[:, None], newest, last)
-        start += width
-    return _logits(model, last), state
-
-
-@torch.inference_mode()
-def _next_logits(model: InfiniLlama, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-    with model.precision.autocast(tokens.device):
-        hidden, state = model.advance(tokens[:, None], state, in_place=True)
-    return _logits(model, hidden[:, -1]), state
-
-
-def _logits(model: InfiniLlama, hidden: Tensor) -> Tensor:
-    with model.precision.autocast(hidden.device):
-        logits: Tensor = model.lm_head(hidden)
-    return logits
+            newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
+            last = torch.where((counts > 0).to(device)[:, None], newest, last)
+            start += width
+        return model.lm_head(last), state

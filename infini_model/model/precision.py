@@ -40,37 +40,17 @@ def as_operand(weight: Tensor, x: Tensor) -> Tensor:
     return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
 
 
-class LowPrecisionWeights:
-    """The weights of the linear layers of a model in the dtype of autocast, cast once.
+def cast_weights(model: nn.Module, precision: Precision) -> None:
+    """Keep the weights of the linear layers of a model in the dtype of autocast, for inference.
 
-    Without gradients autocast casts each weight in each pass, even in that of a single token. In
-    this context, which may be entered many times, the layers hold the copies, and passes under
-    autocast compute the same bits. The copies are two bytes per weight.
+    Without gradients autocast would cast each in each pass, even in that of a single token. Passes
+    under autocast compute the same bits. An output layer is no longer tied to the embedding.
     """
-
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        dtype = precision.matmul_dtype
-        self._others: list[tuple[nn.Linear, nn.Parameter | None]] = [
-            (layer, nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False))
-            for layer in model.modules()
-            if isinstance(layer, nn.Linear) and dtype not in (None, layer.weight.dtype)
-            # Autocast leaves these as they are.
-            if layer.weight.dtype != torch.float64
-        ]
-
-    def __enter__(self) -> None:
-        self.swap()
-
-    def __exit__(self, *_: object) -> None:
-        self.swap()
-
-    def swap(self) -> None:
-        """Exchange the weights that the layers hold for those kept here."""
-        # Not as attributes, which `nn.Module` checks at length: this is done for each token.
-        held = [(layer, layer._parameters["weight"]) for layer, _ in self._others]
-        for layer, weight in self._others:
-            layer._parameters["weight"] = weight
-        self._others = held
+    for layer in model.modules():
+        # Autocast leaves float64 as it is.
+        if isinstance(layer, nn.Linear) and layer.weight.dtype != torch.float64:
+            weight = layer.weight.detach().to(precision.matmul_dtype)
+            layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
 
 
 PRECISIONS = {

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from infini_model.config import UnmaskingConfig
-from infini_model.model.generate import PREFILL_TOKENS, Sampling
+from infini_model.model.generate import Sampling, read_prompts
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import LowPrecisionWeights
 from infini_model.model.random import hashed, uniform
 from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
@@ -56,9 +55,8 @@ def unmask(
     """
     mask, length = _check(model, prompt), model.config.segment_length
     ends = torch.tensor(sampling.end_token_ids, dtype=torch.int64)
-    weights = LowPrecisionWeights(model, model.precision)
-    with weights:
-        state, known = _read(model, prompt)
+    device = model.lm_head.weight.device
+    state, known = _read(model, prompt)
     new = sampling.max_new_tokens
     if state is None:
         new = min(new, length - len(known))
@@ -66,8 +64,7 @@ def unmask(
 
     def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens at the positions `masked` of a segment, and the confidence in each."""
-        with weights:
-            logits = _logits(model, ids, masked, mask, state)
+        logits = _logits(model, ids, masked, mask, state)
         drawn = uniform(hashed(sampling.seed, step, masked))
         tokens = sampling.draw(logits, drawn)
         if settings.remasking == "random":
@@ -77,7 +74,7 @@ def unmask(
 
     while left:
         segment = torch.tensor([*known, *[mask] * (length if state is not None else new)])
-        ids = segment[:length].to(model.lm_head.weight.device)
+        ids = segment[:length].to(device)
         stop = min(len(ids), len(known) + left)
         for start in range(len(known), stop, settings.block_length):
             block = ids[start : min(start + settings.block_length, stop)]
@@ -100,8 +97,8 @@ def unmask(
             yield complete
         left -= stop - len(known)
         if left and state is not None:
-            with weights:
-                state = _extended(model, ids, state)
+            with torch.inference_mode(), model.precision.autocast(device):
+                _, state = model.extend(ids.unsqueeze(0), state)
             known = []
 
 
@@ -124,23 +121,11 @@ def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
 
 def _read(model: InfiniLlama, prompt: Sequence[int]) -> tuple[State | None, list[int]]:
     """The state after the full segments of the prompt, None without a memory, and what is left."""
-    config, known = model.config, list(prompt)
-    if not config.has_past:
-        return None, known
-    state, length = model.empty_state(1), config.segment_length
-    at_once = max(1, PREFILL_TOKENS // length) * length
-    full = len(known) // length * length
-    for start in range(0, full, at_once):
-        chunk = torch.tensor(known[start : min(start + at_once, full)], dtype=torch.int64)
-        state = _extended(model, chunk.to(model.lm_head.weight.device), state)
-    return state, known[full:]
-
-
-@torch.inference_mode()
-def _extended(model: InfiniLlama, ids: Tensor, state: State) -> State:
-    """The state after full segments `ids` [T]."""
-    with model.precision.autocast(ids.device):
-        return model.extend(ids.unsqueeze(0), state)[1]
+    if not model.config.has_past:
+        return None, [*prompt]
+    full = len(prompt) // model.config.segment_length * model.config.segment_length
+    ids = torch.tensor([prompt[:full]], dtype=torch.int64)
+    return read_prompts(model, ids, torch.tensor([full]))[1], [*prompt[full:]]
 
 
 @torch.inference_mode()

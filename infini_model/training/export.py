@@ -27,7 +27,7 @@ from infini_model.model.hf.config import (
 )
 from infini_model.model.hf.weights import refuse_other_files, write_files
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import LowPrecisionWeights, Precision
+from infini_model.model.precision import Precision, cast_weights
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_folder, dump_json
@@ -48,8 +48,8 @@ def load_model(
     """The model in `folder`, in eval mode: whole weights, or an adapter that names them.
 
     An adapter is not merged, so that the model computes what it was trained to. The weights that it
-    names come from their folder, or from the hub and its local cache. `precision` is that
-    of the model if its weights need no other: its device never holds both.
+    names come from their folder, or from the hub and its local cache. `precision` is that of the
+    model's products, in which linear layers then hold their weights.
 
     Raises:
         CheckpointError: As `InfiniLlama.from_pretrained`.
@@ -66,7 +66,7 @@ def load_model(
     model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=attention_backend)
     if precision is not None:
         model.precision = precision
-        LowPrecisionWeights(model, precision).swap()
+        cast_weights(model, precision)
     return model.to(device).eval()
 
 

@@ -11,7 +11,7 @@ import torch
 from tiny_models import tiny_model
 
 from infini_model.config import UnmaskingConfig
-from infini_model.model import unmask as unmasking
+from infini_model.model import generate as generation
 from infini_model.model.generate import Sampling, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.unmask import unmask
@@ -38,16 +38,17 @@ def greedy(model, prompt, count):
     ("memory", "shift"),
     [("linear", True), ("linear", False), ("delta", True), ("residual", True), ("none", False)],
 )
-def test_prompts_are_read_in_any_chunks(memory, shift):
+def test_prompts_are_read_in_any_chunks(memory, shift, monkeypatch):
     """One segment at a time, two, or all at once, then token by token; one prompt or several."""
     model = causal_model(memory, shift)
     tokens = torch.randint(11, (25,), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [tokens, tokens[:8], tokens[:3]]
     expected = [greedy(model, prompt, 9) for prompt in prompts]
     for prefill_tokens in (1, 8, 64):
+        monkeypatch.setattr(generation, "PREFILL_TOKENS", prefill_tokens)
         for rows in (1, 3):
-            options = {"temperature": 0, "prefill_tokens": prefill_tokens}
-            assert generate(model, prompts[:rows], max_new_tokens=9, **options) == expected[:rows]
+            new = generate(model, prompts[:rows], max_new_tokens=9, temperature=0)
+            assert new == expected[:rows]
 
 
 def test_a_row_ends_with_the_end_token():
@@ -164,7 +165,7 @@ def test_blocks_of_one_token_are_greedy_from_left_to_right():
 @pytest.mark.parametrize("prompt", [0, 3, 10])
 def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, monkeypatch, prompt):
     """One token at a time, as a pass over everything written so far predicts it."""
-    monkeypatch.setattr(unmasking, "PREFILL_TOKENS", BLOCK)  # prompts are read in parts
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", BLOCK)  # prompts are read in parts
     generator = torch.Generator().manual_seed(1)
     known = torch.randint(MASK, (prompt,), generator=generator).tolist()
     for _ in range(11):

@@ -41,7 +41,7 @@ def read_settings(
         top_k=given.pop("top_k", None) or None,
         top_p=given.pop("top_p", None),
         seed=seed,
-        eos_token_id=end_token_ids,
+        end_token_ids=end_token_ids,
     )
     if given:
         raise UserError(

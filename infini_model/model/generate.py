@@ -29,7 +29,7 @@ class Sampling:
         top_k: Sample from the k most likely tokens only.
         top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
         seed: The same seed gives the same tokens on every device.
-        eos_token_id: Token that ends a text, or several of them; it is included.
+        end_token_ids: Tokens that end a text; they are included.
 
     Raises:
         UserError: A setting is out of its range.
@@ -40,13 +40,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    eos_token_id: int | tuple[int, ...] | None = None
-
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text."""
-        ends = self.eos_token_id
-        return ends if isinstance(ends, tuple) else () if ends is None else (ends,)
+    end_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -100,6 +94,7 @@ def generate(
         model: The model, used on its own device and in `model.precision`.
         prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
             row depends on another.
+        eos_token_id: Token that ends a text, or several of them.
         seed: Row i is sampled from a generator seeded with (seed, i).
 
     Returns:
@@ -109,7 +104,7 @@ def generate(
         UserError: An empty prompt, a token outside the vocabulary, a setting out of its range, or a
             bidirectional model.
     """
-    ends = tuple(eos_token_id) if isinstance(eos_token_id, Sequence) else eos_token_id
+    ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, ends)
     rows: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(model, prompts, sampling):

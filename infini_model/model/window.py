@@ -174,13 +174,13 @@ class Window(NamedTuple):
         """The attention of each segment to itself alone, without a mask."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            tables = None
+            shape, (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
             if rope is not None:
                 first = len(rope[0]) - self.segment_length
-                tables = (rope[0][first:][: q.size(3)], rope[1][first:][: q.size(3)])
-            flat = (x.flatten(0, 1) for x in (q, k, v))
-            out = local_attention(*flat, rope=tables, backend=self.backend, causal=self.causal)
-            return out.reshape(q.shape)
+                tables = (rope[0][first:][: q.size(2)], rope[1][first:][: q.size(2)])
+                q, k = rotate(q, tables), rotate(k, tables)
+            out = local_attention(q, k, v, backend=self.backend, causal=self.causal)
+            return out.reshape(shape)
 
         padding = q.size(1) * q.size(3) - tokens
         if self.causal or not padding:

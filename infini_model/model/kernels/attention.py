@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 
 from infini_model.config import AttentionBackend
-from infini_model.model.rotary import Rope, rotate
 from infini_model.runtime.errors import ConfigError
 
 # The distributions of flash-attn, the faster one first.
@@ -108,7 +107,6 @@ def local_attention(
     k: Tensor,
     v: Tensor,
     *,
-    rope: Rope | None = None,
     backend: str = "auto",
     mask: Tensor | None = None,
     causal: bool = True,
@@ -119,7 +117,6 @@ def local_attention(
         q: Queries [N, H, L, D].
         k: Keys [N, H_kv, M, D]; query head h reads key-value head h // (H / H_kv).
         v: Values [N, H_kv, M, D].
-        rope: (cos, sin), each [L, D], to rotate queries and keys by; M must then be L.
         backend: Kernel; one of `LaunchConfig.attention_backend`.
         mask: Bool, broadcast to [N, H, L, M], true where a query attends to a key. flash-attn takes
             none, and `sdpa` serves.
@@ -132,8 +129,6 @@ def local_attention(
         ConfigError: As `resolve_backend`.
     """
     kernel = resolve_backend(backend, q.device, q.dtype, q.size(3))
-    if rope is not None:
-        q, k = rotate(q, rope), rotate(k, rope)
     if mask is None and kernel in _FLASH_ATTN:
         return _flash_attn(kernel, q, k, v, causal=causal)
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):

@@ -118,11 +118,10 @@ def load_rows(
     columns: tl.tensor,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    OUTSIDE: tl.constexpr = 0.0,
 ) -> tl.tensor:
-    """The columns of a block of rows, [ROWS, columns]; `OUTSIDE` beyond the tensor."""
+    """The columns of a block of rows, [ROWS, columns]; 0 beyond the tensor."""
     pointers, within = row_pointers(strided, at, columns, HEAD_DIM, ROWS)
-    return tl.load(pointers, within, other=OUTSIDE)
+    return tl.load(pointers, within, other=0.0)
 
 
 @triton.jit

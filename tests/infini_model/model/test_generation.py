@@ -197,7 +197,7 @@ def test_an_end_of_text_is_kept_last_and_ends_the_text():
     for position in range(16):
         logits[position, 10 if position < 3 else END] = 2.0 if position < 3 else 20.0
     model = Scripted(make_model().config, logits)
-    assert run(model, [], 16, {"block_length": 8}, eos_token_id=END) == [10, 10, 10, END]
+    assert run(model, [], 16, {"block_length": 8}, end_token_ids=(END,)) == [10, 10, 10, END]
     with_end = [ids for ids in model.seen if END in ids]
     assert all(MASK not in ids[:3] for ids in with_end)
     assert len(model.seen) <= 8  # neither positions behind the end nor the second block
@@ -205,7 +205,7 @@ def test_an_end_of_text_is_kept_last_and_ends_the_text():
 
 def test_an_end_of_text_ends_blocks(block_model):
     end = run(block_model, [1, 2], 40, temperature=1.0)[20]
-    tokens = run(block_model, [1, 2], 60, temperature=1.0, eos_token_id=end)
+    tokens = run(block_model, [1, 2], 60, temperature=1.0, end_token_ids=(end,))
     assert tokens.index(end) == len(tokens) - 1 < 59
 
 

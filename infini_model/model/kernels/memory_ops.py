@@ -139,11 +139,7 @@ def residual_read(q: Tensor, local: Tensor, weight: Tensor, kv: Tensor) -> Tenso
     return (local + weight.to(kv.dtype).unsqueeze(1) * normed).to(local.dtype)
 
 
-def _empty_residual_sums(keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG001
-    return scale.new_empty(*keys.shape[:2], 2 * keys.size(3), keys.size(3))
-
-
-@operator("residual", _empty_residual_sums)
+@operator("residual", lambda k, _, scale: scale.new_empty(*k.shape[:2], 2 * k.size(3), k.size(3)))
 def residual_sums(keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     """What each segment writes: Σ β φ(k)ᵀ v.
 

@@ -20,11 +20,6 @@ from torch import Tensor
 MULTIPROCESSORS = 132
 
 
-def sum_partials(partial: Tensor) -> Tensor:
-    """The total of the sums [P, ...] of P programs; no copy if P is 1."""
-    return partial[0] if len(partial) == 1 else partial.sum(dim=0)
-
-
 def row_contiguous(x: Tensor) -> Tensor:
     """`x` with contiguous rows, which the kernels need; a copy only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -170,17 +165,3 @@ def load_memory(
     """The columns `values` of memory `index`, [keys, values]; 0 beyond the head dimension."""
     pointers, within = memory_pointers(kv, index, keys, values, HEAD_DIM)
     return tl.load(pointers, within, other=0.0)
-
-
-@triton.jit
-def store_memory(
-    kv: tl.tensor,
-    index: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    x: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-) -> None:
-    """Write `x` [keys, values] to the columns `values` of memory `index`."""
-    pointers, within = memory_pointers(kv, index, keys, values, HEAD_DIM)
-    tl.store(pointers, x, within)

@@ -28,12 +28,11 @@ from infini_model.model.kernels.triton_launch import (
     load_memory,
     load_rows,
     locate,
+    memory_pointers,
     partition,
     row_contiguous,
     shared_memory,
-    store_memory,
     store_rows,
-    sum_partials,
     with_strides,
 )
 
@@ -131,7 +130,7 @@ def feature_sums(
             SCALED=scale is not None,
             num_warps=8,
         )
-    return sum_partials(kv)
+    return kv[0] if programs == 1 else kv.sum(dim=0)
 
 
 @triton.jit
@@ -344,7 +343,8 @@ def sums_forward(
         v = load_rows(values, at, columns, HEAD_DIM, ROWS).to(OPERAND)
         s = tl.dot(tl.trans((f * factor[:, None]).to(OPERAND)), v, s, PRECISION)
     partial = tl.program_id(1) * tl.num_programs(0) + memory
-    store_memory(kv, 2 * partial + half, all_columns, columns, s, HEAD_DIM)
+    to, inside = memory_pointers(kv, 2 * partial + half, all_columns, columns, HEAD_DIM)
+    tl.store(to, s, inside)
 
 
 @triton.jit

@@ -40,20 +40,19 @@ class CacheUpdate(NamedTuple):
         cls,
         position: Tensor,
         counts: Tensor,
-        width: int,
+        chunk: Tensor,
         window: Window,
-        device: torch.device,
         *,
         in_place: bool,
     ) -> CacheUpdate:
-        """The update for a chunk of `width` tokens, whose first `counts` [B] of each row are real.
+        """The update for a chunk of tokens [B, T], whose first `counts` [B] of each row are real.
 
-        `position` is that of `State`; it and `counts` are on the CPU, the result on `device`.
+        `position` is that of `State`; it and `counts` are on the CPU, the result where `chunk` is.
 
         Raises:
             ValueError: A row has more tokens than its segment has room for.
         """
-        length = window.segment_length
+        length, width, device = window.segment_length, chunk.size(1), chunk.device
         filled = position % length
         end = filled + counts
         if int(end.max()) > length:

@@ -133,52 +133,45 @@ class InfiniLlama(nn.Module):
         input_ids: Tensor,
         document_starts: Tensor | None = None,
         without: Part | None = None,
+        *,
+        past_ids: Tensor | None = None,
     ) -> Tensor:
         """The inputs of `lm_head`, [B, T, hidden], of whole texts, given as to `forward`.
 
-        Objectives compute their losses from this: no state is built. `without` is a part of the
-        attention that is knocked out, to measure what it contributes.
+        Objectives compute their losses from this: no state is built.
+
+        Args:
+            input_ids: [B, T] int64.
+            document_starts: As in `forward`.
+            without: A part of the attention that is knocked out, to measure what it contributes.
+            past_ids: What segments have as their past, in both parts of the attention, if that is
+                not `input_ids`: whole segments of the same texts, of the same shape. They pass
+                through the model beside these, as a second stream of the same weights.
 
         Raises:
-            ValueError: `input_ids` is not [B, T].
+            ValueError: `input_ids` is not [B, T], or `past_ids` does not fit.
         """
         self._check_shape(input_ids)
+        ids, length = input_ids, self.config.segment_length
+        if past_ids is not None:
+            if past_ids.shape != input_ids.shape or input_ids.size(1) % length:
+                raise ValueError(
+                    f"input_ids: expected whole segments of {length} as "
+                    f"{list(past_ids.shape)}, got {list(input_ids.shape)}"
+                )
+            ids = torch.cat((past_ids, input_ids))
         hidden: Tensor = self.model(
-            input_ids, document_starts=document_starts, keep_state=False, without=without
+            *(ids, None, document_starts),
+            streams=1 if past_ids is None else 2,
+            keep_state=False,
+            without=without,
         )[0]
-        return hidden
+        return hidden if past_ids is None else hidden[len(input_ids) :]
 
     @staticmethod
     def _check_shape(input_ids: Tensor) -> None:
         if input_ids.dim() != 2 or input_ids.size(1) == 0:
             raise ValueError(f"input_ids: expected [B, T], got {list(input_ids.shape)}")
-
-    def two_stream_forward(
-        self,
-        noisy_ids: Tensor,
-        clean_ids: Tensor,
-        document_starts: Tensor | None = None,
-        without: Part | None = None,
-    ) -> Tensor:
-        """As `hidden`, for segments of `noisy_ids` whose past, in both parts, is of `clean_ids`.
-
-        Both are [B, T], whole segments of the same texts, and pass through the model as two streams
-        of the same weights.
-
-        Raises:
-            ValueError: The shapes differ, or T is not a multiple of the segment length.
-        """
-        batch, tokens = clean_ids.shape
-        if noisy_ids.shape != clean_ids.shape or tokens % self.config.segment_length:
-            raise ValueError(
-                f"noisy_ids: expected whole segments of {self.config.segment_length} as "
-                f"{list(clean_ids.shape)}, got {list(noisy_ids.shape)}"
-            )
-        both = torch.cat((clean_ids, noisy_ids))
-        hidden: Tensor = self.model(
-            both, document_starts=document_starts, streams=2, keep_state=False, without=without
-        )[0]
-        return hidden[batch:]
 
     def extend(
         self,
@@ -237,13 +230,10 @@ class InfiniLlama(nn.Module):
         starts = state.position == 0
         if not bool(starts.any()):
             return document_starts
-        if document_starts is None:
-            segments = -(-chunk.size(1) // self.config.segment_length)
-            document_starts = torch.zeros(
-                len(chunk), segments, dtype=torch.bool, device=chunk.device
-            )
-        first = torch.arange(document_starts.size(1), device=chunk.device) == 0
-        return document_starts | (first & starts.to(chunk.device)[:, None])
+        segments = -(-chunk.size(1) // self.config.segment_length)
+        first = torch.arange(segments, device=chunk.device) == 0
+        starts = first & starts.to(chunk.device)[:, None]
+        return starts if document_starts is None else document_starts | starts
 
     def advance(
         self,
@@ -273,16 +263,10 @@ class InfiniLlama(nn.Module):
         """
         if self.config.bidirectional:
             raise ConfigError("model.bidirectional: a bidirectional segment has no state to extend")
-        width = input_ids.size(1)
         if counts is None:
-            counts = torch.full_like(state.position, width)
+            counts = torch.full_like(state.position, input_ids.size(1))
         update = CacheUpdate.plan(
-            state.position,
-            counts,
-            width,
-            self.model.window,
-            input_ids.device,
-            in_place=in_place,
+            state.position, counts, input_ids, self.model.window, in_place=in_place
         )
         hidden, layers = self.model(input_ids, state, None, update)
         return hidden, State(layers, state.position + counts)

@@ -31,6 +31,5 @@ class BlockDiffusion(MaskedDiffusion):
     def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
         """The inputs of `lm_head` in the noisy stream, [B, T, hidden]."""
         clean = torch.where(inputs.labels == IGNORED, inputs.input_ids, inputs.labels)
-        return model.two_stream_forward(
-            inputs.input_ids, clean, inputs.document_starts, inputs.without
-        )
+        starts, without = inputs.document_starts, inputs.without
+        return model.hidden(inputs.input_ids, starts, without, past_ids=clean)

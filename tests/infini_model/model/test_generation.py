@@ -173,7 +173,7 @@ def test_a_block_fills_the_noisy_stream_given_the_clean_one(block_model, monkeyp
         clean = torch.tensor([known + [1] * (-here % BLOCK or BLOCK)])
         noisy = clean.clone()
         noisy[0, here:] = MASK
-        logits = block_model.lm_head(block_model.two_stream_forward(noisy, clean))[0, here].detach()
+        logits = block_model.lm_head(block_model.hidden(noisy, past_ids=clean))[0, here].detach()
         logits[MASK] = -torch.inf
         known.append(int(logits.argmax()))
     assert run(block_model, known[:prompt], 11, GREEDY) == known[prompt:]

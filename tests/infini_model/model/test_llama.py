@@ -286,12 +286,12 @@ def test_a_clean_token_moves_later_noisy_segments_and_a_noisy_one_all_of_its_own
     memory, window, place
 ):
     model, clean, noisy = two_streams(memory, window), two_rows(), two_rows(seed=1)
-    before = model.two_stream_forward(noisy, clean)
+    before = model.hidden(noisy, past_ids=clean)
     for segment in range(SEGMENTS):
         token = segment * LENGTH + place
-        after = model.two_stream_forward(noisy, changed(clean, token))
+        after = model.hidden(noisy, past_ids=changed(clean, token))
         assert moved(before, after) == list(range(segment + 1, SEGMENTS))
-        after = model.two_stream_forward(changed(noisy, token), clean)
+        after = model.hidden(changed(noisy, token), past_ids=clean)
         assert moved(before, after) == [segment]
         assert (before != after).any(-1)[:, segment * LENGTH :][:, :LENGTH].all()
 

@@ -102,7 +102,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_logits():
     document_starts = torch.arange(BLOCKS).expand(4, -1) == 3
     inputs = module.objective.inputs(batch._replace(document_starts=document_starts))
     clean = batch.tokens[:, 0, :-1]
-    hidden = module.model.two_stream_forward(inputs.input_ids, clean, document_starts)
+    hidden = module.model.hidden(inputs.input_ids, document_starts, past_ids=clean)
     expected = losses_of(module.model.lm_head(hidden), inputs.labels) * inputs.weights
     torch.testing.assert_close(module(inputs, "none"), expected)
     parameters = list(module.parameters())
@@ -119,7 +119,7 @@ def test_the_expected_loss_is_the_mean_over_orders_in_each_block_given_those_bef
     ids = batch.tokens[:, 0, :-1]
     subsets = torch.tensor(list(itertools.product([False, True], repeat=length)))
     masked = ids.masked_fill(subsets.repeat(1, blocks), MASK)
-    hidden = module.model.two_stream_forward(masked, ids.expand_as(masked))
+    hidden = module.model.hidden(masked, past_ids=ids.expand_as(masked))
     losses = losses_of(module.model.lm_head(hidden).detach(), ids.expand_as(masked))
     losses = losses.unflatten(1, (blocks, length))
     row = {tuple(subset): i for i, subset in enumerate(subsets.tolist())}

@@ -60,50 +60,18 @@ def _is_template(value: str) -> bool:
     )
 
 
-Pairs = Annotated[
-    bool,
-    Field(
-        description="Whether each row is a conversation, instead of a text: messages or "
-        "conversations, a list of objects with role and content, or a question and its answer, in "
-        "columns of usual names such as instruction, input and output."
-    ),
-]
-Learn = Annotated[
-    Literal["all", "last"],
-    Field(
-        description="What of a conversation is learned, if data.source.pairs: all messages of the "
-        "assistant, or the last one alone."
-    ),
-]
 Columns = Annotated[
     list[NonEmpty],
     takes(
         "the column of the messages, or those of question and answer", lambda each: len(each) < 3
     ),
-    Field(
-        description="Names of the columns of conversations, if data.source.pairs: that of the "
-        "messages, or those of the question and the answer. Empty (default) are the usual ones."
-    ),
 ]
 Template = Annotated[
-    Annotated[
-        str,
-        takes(
-            "text with one {content}, and {role} in front of it, or a Jinja template", _is_template
-        ),
-    ]
-    | None,
-    Field(
-        description="How messages become text, if data.source.pairs: the text of a message with "
-        "{role} and {content}, or a program in Jinja as in chat_template.jinja. null (default) is "
-        "the chat template of the tokenizer, or {role}:\\n{content}\\n\\n if it has none."
-    ),
+    str,
+    takes("text with one {content}, and {role} in front of it, or a Jinja template", _is_template),
 ]
 # Keys and kinds of a source, for which a source of that name would be taken.
 RESERVED = frozenset({"kind", "paths", "repository", "files", "hub"})
-KIND = (
-    "files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given keys."
-)
 
 
 def _listed(value: Any) -> Any:
@@ -111,10 +79,37 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str | float | int) else value
 
 
-class FilesSource(Section):
+class BaseSource(Section):
+    """Settings that sources of all kinds have."""
+
+    kind: str
+    """files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given
+    keys."""
+    column: str = "text"
+    """Column that holds the text, in files of rows, or its path such as doc.text. Of a list of
+    texts, each is a line."""
+    min_characters: NonNegativeInt = 0
+    """Shortest document to keep, in characters; 0 drops empty documents only."""
+    pairs: bool = False
+    """Whether each row is a conversation, instead of a text: messages or conversations, a list of
+    objects with role and content, or a question and its answer, in columns of usual names such as
+    instruction, input and output."""
+    learn: Literal["all", "last"] = "all"
+    """What of a conversation is learned, if data.source.pairs: all messages of the assistant, or
+    the last one alone."""
+    columns: Columns = []
+    """Names of the columns of conversations, if data.source.pairs: that of the messages, or those
+    of the question and the answer. Empty (default) are the usual ones."""
+    template: Template | None = None
+    """How messages become text, if data.source.pairs: the text of a message with {role} and
+    {content}, or a program in Jinja as in chat_template.jinja. null (default) is the chat template
+    of the tokenizer, or {role}:\\n{content}\\n\\n if it has none."""
+
+
+class FilesSource(BaseSource):
     """Text files. Local files are read in place, remote files are downloaded first."""
 
-    kind: Literal["files"] = Field("files", description=KIND)
+    kind: Literal["files"] = "files"
     paths: Annotated[NonEmptyList[str], BeforeValidator(_listed)] = ["{stdlib}/**/*.py"]
     """Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} is the folder of
     Python's standard library. Texts (.txt, .md, .rst, .tex, source code) hold one document each;
@@ -122,27 +117,18 @@ class FilesSource(Section):
     also be compressed (.gz, .zst)."""
     format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] | None = None
     """Format of all files, whatever their suffixes; null (default) is what the suffixes say."""
-    column: str = "text"
-    """Column that holds the text, in files of rows, or its path such as doc.text. Of a list of
-    texts, each is a line."""
     errors: Literal["fail", "skip", "replace"] = "fail"
     """What to do with a document that is not valid UTF-8: fail stops and names it, skip leaves it
     out, replace substitutes U+FFFD for the invalid bytes."""
     separator: NonEmpty | None = None
     """Text that separates the documents in a file of text, such as a blank line; null (default)
     reads each file as one document."""
-    min_characters: NonNegativeInt = 0
-    """Shortest document to keep, in characters; 0 drops empty documents only."""
-    pairs: Pairs = False
-    learn: Learn = "all"
-    columns: Columns = []
-    template: Template = None
 
 
-class HubSource(Section):
+class HubSource(BaseSource):
     """Dataset on the Hugging Face Hub, read at a pinned commit."""
 
-    kind: Literal["hub"] = Field("hub", description=KIND)
+    kind: Literal["hub"] = "hub"
     repository: str
     """Name on the Hub, such as ccdv/arxiv-summarization."""
     configuration: str | None = None
@@ -152,17 +138,8 @@ class HubSource(Section):
     revision: str | None = None
     """Commit, tag or branch, resolved to a commit when the download starts; null uses the default
     branch."""
-    column: str = "text"
-    """Column that holds the text, or its path such as doc.text; a list of texts is lines."""
     limit: Annotated[int, Field(gt=0, le=10**12)] | None = None
-    """Rows to read; null reads all."""
-    min_characters: NonNegativeInt = 0
-    """Shortest document to keep, in characters, applied after limit; 0 drops empty documents
-    only."""
-    pairs: Pairs = False
-    learn: Learn = "all"
-    columns: Columns = []
-    template: Template = None
+    """Rows to read, before min_characters drops any; null reads all."""
 
 
 def source_kind(value: Any) -> Any:

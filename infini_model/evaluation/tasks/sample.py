@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
-from infini_model.data.loading.stream import TokenStream, open_split
+from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.pages import fenced
@@ -37,12 +37,11 @@ class Sample(EvaluationTask):
         if stream.conversations:
             # A causal model reads prompts of any length.
             limit = longest if context.model.config.bidirectional else math.inf
-            found = _first(_prompts(stream), lambda tokens: (tokens > 0) & (tokens <= limit))
-            number, longest = found or (0, 0)
-        elif found := _first(stream.lengths(), lambda tokens: tokens > settings.prompt_tokens + 1):
-            number, _ = found
+            asked = (int(stream.learnt_of(n).argmax()) for n in range(stream.documents))
+            fitting = ((n, tokens) for n, tokens in enumerate(asked) if 0 < tokens <= limit)
+            number, longest = next(fitting, (0, 0))
         else:
-            number = _longest(stream.lengths())
+            number = _first_or_longest(stream.lengths(), settings.prompt_tokens + 2)
         document = stream.document(number)[:-1]  # without its end-of-text token
         prompt, rest = document[:longest], document[longest:]
         if len(prompt) == 0:
@@ -81,31 +80,15 @@ def _lengths(context: EvalContext) -> tuple[int, int]:
     return min(settings.prompt_tokens, model.segment_length - most), most
 
 
-def _prompts(stream: TokenStream) -> Iterator[np.ndarray]:
-    """The number of tokens of each conversation before those that are learned: int64 [1] each."""
-    for number in range(stream.documents):
-        yield np.array([stream.learnt_of(number).argmax()])
-
-
-def _first(
-    chunks: Iterable[np.ndarray], fits: Callable[[np.ndarray], np.ndarray]
-) -> tuple[int, int] | None:
-    """The number and the length of the first document whose length fits, if there is one."""
-    first = 0
+def _first_or_longest(chunks: Iterable[np.ndarray], tokens: int) -> int:
+    """The number of the first document of at least `tokens`, or else of the longest one."""
+    first = chosen = most = 0
     for lengths in chunks:
-        if (found := fits(lengths)).any():
-            here = int(found.argmax())
-            return first + here, int(lengths[here])
+        enough = np.minimum(lengths, tokens)
+        here = int(enough.argmax())
+        if enough[here] > most:
+            chosen, most = first + here, int(enough[here])
+        if most == tokens:
+            break
         first += len(lengths)
-    return None
-
-
-def _longest(chunks: Iterable[np.ndarray]) -> int:
-    """The number of the first of the longest documents."""
-    first = longest = most = 0
-    for lengths in chunks:
-        here = int(lengths.argmax())
-        if lengths[here] > most:
-            longest, most = first + here, int(lengths[here])
-        first += len(lengths)
-    return longest
+    return chosen

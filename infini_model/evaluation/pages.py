@@ -51,9 +51,9 @@ def bullets(sentences: Sequence[str]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def picture(caption: str, path: Path, folder: Path) -> str:
-    """A Markdown image, with its path relative to the page in `folder`."""
-    return f"![{caption}]({path.relative_to(folder).as_posix()})"
+def images(pictures: Mapping[str, Path], folder: Path) -> list[str]:
+    """Pictures by caption as Markdown, with paths relative to the page in `folder`."""
+    return [f"![{name}]({path.relative_to(folder).as_posix()})" for name, path in pictures.items()]
 
 
 def write_pages(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config, ModelConfig
 from infini_model.evaluation.context import EvalContext, Pass
-from infini_model.evaluation.pages import bullets, estimate, picture, table, write_pages
+from infini_model.evaluation.pages import bullets, estimate, images, table, write_pages
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.evaluation.tasks import load_task
@@ -93,7 +93,7 @@ def evaluate_run(
         curves = dict[str, Path]()
         if any("train/loss" in line for line in lines):
             curves = plot_training(lines, config.training.max_grad_norm, context.plots_dir)
-        shown = [picture.path for each in results.values() for picture in each.pictures]
+        shown = [path for each in results.values() for path in each.pictures.values()]
         result = EvaluationResult(
             step=context.position.step,
             last_step=context.last_step,
@@ -166,12 +166,10 @@ def _text(
         sections.append(table(("Metric", "Value (interval of 95%)"), rows))
     sections += ["## Model and training", _model_section(context, lines)]
     for title, result in titled:
-        pictures = [picture(each.caption, each.path, run_dir) for each in result.pictures]
-        sections += [f"## {title}", result.section, *pictures]
+        sections += [f"## {title}", result.section, *images(result.pictures, run_dir)]
     sections += ["## Speed", _speed_section(lines)]
     if curves:
-        shown = [picture(caption, path, run_dir) for caption, path in curves.items()]
-        sections += ["## Curves", *shown]
+        sections += ["## Curves", *images(curves, run_dir)]
     config, name = shlex.quote(str(run_dir / "config.yaml")), shlex.quote(run_dir.name)
     commands = (
         "```sh\n"

@@ -14,15 +14,6 @@ from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.statistics import Interval
 
 
-class Picture(BaseModel):
-    """A plot in the report."""
-
-    model_config = ConfigDict(frozen=True)
-
-    path: Path
-    caption: str
-
-
 class TaskResult(BaseModel):
     """The result of a task.
 
@@ -33,7 +24,7 @@ class TaskResult(BaseModel):
         section: Markdown below the task's title.
         summary: Sentences of Markdown for the head of the report: what was found.
         advice: Sentences of Markdown for the head of the report: what to do about it.
-        pictures: Plots shown below the section.
+        pictures: Plots shown below the section, by caption.
         details: All measurements, as JSON.
     """
 
@@ -44,7 +35,7 @@ class TaskResult(BaseModel):
     section: str
     summary: list[str] = []
     advice: list[str] = []
-    pictures: list[Picture] = []
+    pictures: dict[str, Path] = {}
     details: dict[str, Any] = {}
 
     @classmethod

@@ -23,7 +23,7 @@ from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, Score, 
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import Series, plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
-from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.model.inspection import PLACES, effect
 from infini_model.model.layers import Part
 from infini_model.runtime.errors import CheckpointError
@@ -98,7 +98,7 @@ class LossByPosition(EvaluationTask):
             changes |= {
                 "summary": notes,
                 "advice": advice(context, is_used=is_used),
-                "pictures": [Picture(path=path, caption="Loss by segment of the window")],
+                "pictures": {"Loss by segment of the window": path},
             }
         return result.model_copy(update=changes)
 
@@ -282,7 +282,7 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
         section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",
         summary=summary,
         advice=to_do,
-        pictures=[Picture(path=path, caption="Loss and gain of the memory by segment")],
+        pictures={"Loss and gain of the memory by segment": path},
         details={
             "documents": len(documents.starts),
             "long_documents": documents.found,

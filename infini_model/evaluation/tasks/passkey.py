@@ -24,7 +24,7 @@ from infini_model.evaluation.context import EvalContext, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import plot_heat_map
 from infini_model.evaluation.statistics import Interval, wilson
-from infini_model.evaluation.task import EvaluationTask, Picture, TaskResult
+from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.model.generate import read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
@@ -154,7 +154,7 @@ class Passkey(EvaluationTask):
             section=_section(context, table(header, rows)),
             summary=[f"{self.title}: the model finds {', '.join(at)}."],
             advice=_advice(context, exact),
-            pictures=[Picture(path=picture, caption=f"{self.title} found, by length and depth")],
+            pictures={f"{self.title} found, by length and depth": picture},
             details={
                 "depths": settings.depths,
                 "lengths": {

@@ -175,4 +175,4 @@ def test_why_nothing_is_measured_is_said_in_one_line(made, task, overrides, expe
     assert result.section.startswith(expected)
     assert "\n" not in result.section
     assert result.metrics == {}
-    assert result.pictures == result.advice == []
+    assert (result.pictures, result.advice) == ({}, [])

@@ -70,9 +70,8 @@ class PasskeyConfig(Section):
     """Answers per length and depth."""
     digits: Annotated[int, Field(le=18, gt=0)] = 5
     """Digits of a pass key."""
-    filler: Literal["repeated", "random", "documents"] = "random"
-    """What the needle is hidden in: the same five sentences over and over, random sentences, or
-    documents of the dataset's test split."""
+    filler: Literal["repeated", "random"] = "random"
+    """What the needle is hidden in: the same five sentences over and over, or random sentences."""
 
 
 class UnmaskingConfig(Section):

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from infini_model.config.evaluation import PasskeyConfig
-from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import EvalContext, kept_or_computed
 from infini_model.evaluation.pages import table
@@ -81,7 +80,7 @@ class Passkey(EvaluationTask):
         return len(set(settings.lengths)) * settings.trials * _haystacks(settings)
 
     def check(self, context: EvalContext) -> None:
-        """Refuse lengths that are too short, and a filler that is missing."""
+        """Refuse lengths that are too short."""
         if not context.model.config.bidirectional:
             Trials(context).draw(min(context.config.evaluation.passkey.lengths), 0)
 
@@ -168,11 +167,7 @@ class Passkey(EvaluationTask):
 def _section(context: EvalContext, grid: str) -> str:
     settings = context.config.evaluation.passkey
     hidden = "A number is" if settings.needles == 1 else f"{settings.needles} numbers are"
-    filler = {
-        "repeated": "five sentences that repeat",
-        "random": "random sentences",
-        "documents": "documents of the test split",
-    }[settings.filler]
+    filler = "random sentences" if settings.filler == "random" else "five sentences that repeat"
     parts = [
         f"{hidden} hidden in {filler} and asked for at the end. The model was trained on windows "
         f"of {context.config.packing.context_length:,} tokens; a guess is right once in "
@@ -239,10 +234,7 @@ class Trials:
     """Draws the trials; all haystacks of a trial have the same filler."""
 
     def __init__(self, context: EvalContext) -> None:
-        """Load the tokenizer.
-
-        Raises `UserError` if the filler is the test split's documents and there are none.
-        """
+        """Load the tokenizer."""
         self._settings = settings = context.config.evaluation.passkey
         self._seed = context.config.run.seed
         self._context_length = context.config.packing.context_length
@@ -253,16 +245,8 @@ class Trials:
         if settings.filler == "repeated":
             cycle = np.concatenate([self._encode(sentence) for sentence in REPEATED])
             self._filler: Filler = lambda rng, tokens: np.resize(cycle, tokens)  # noqa: ARG005
-        elif settings.filler == "random":
-            self._filler = random_sentences(self._encode)
         else:
-            test = open_split(context.dataset_dir, "test")
-            if not test.documents:
-                raise UserError(
-                    "evaluation.passkey.filler: documents, but the test split of "
-                    f"{context.dataset_dir} has none; random and repeated need none"
-                )
-            self._filler = partial(_documents, test)
+            self._filler = random_sentences(self._encode)
 
     def draw(self, multiple: int, number: int) -> tuple[Haystacks, np.ndarray]:
         """Draw trial `number` of the length that is `multiple` times the trained context.
@@ -309,18 +293,6 @@ def random_sentences(encode: Encode) -> Filler:
         return np.concatenate([pool[number] for number in drawn])
 
     return draw
-
-
-def _documents(stream: TokenStream, rng: np.random.Generator, tokens: int) -> np.ndarray:
-    """The documents of a split in random order, over and over, without their end-of-text tokens."""
-    found: list[np.ndarray] = []
-    have = 0
-    for number in rng.permutation(stream.documents):
-        found.append(stream.document(int(number))[:-1])
-        have += len(found[-1])
-        if have >= tokens:
-            break
-    return np.resize(np.concatenate(found), max(have, tokens))
 
 
 def draw_key(rng: np.random.Generator, digits: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from tiny_models import draw_memory_parameters, tiny_config
 from torch import Tensor
 from trained_run import Made
 
-from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.evaluation.tasks.passkey import (
     RANDOM,
@@ -33,7 +30,6 @@ from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.precision import PRECISIONS
-from infini_model.runtime.errors import UserError
 
 LENGTH = 512
 
@@ -226,18 +222,3 @@ def test_the_seed_decides_what_is_asked(made: Made) -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     assert not torch.equal(once[0], other[0])
     assert not torch.equal(once[0], once[3])
-
-
-def test_filler_may_be_documents_of_a_test_split_that_has_some(made: Made, tmp_path: Path) -> None:
-    documents = {"evaluation.passkey.filler": "documents"}
-    trials = Trials(made.context(**documents))
-    tokenizer, test = load_tokenizer("bytes"), open_split(made.dataset, "test")
-    texts = [tokenizer.decode(test.document(number)) for number in range(test.documents)]
-    for body in trials.draw(4, 0)[0].bodies:
-        before, _, after = tokenizer.decode(body.numpy()).partition(" The pass key is ")
-        assert sum(text in before or text in after for text in texts) >= 2
-    without = Made(
-        tmp_path, **SMALL, **{"data.splits": {"train": 0.5, "validation": 0.5, "test": 0.0}}
-    )
-    with pytest.raises(UserError, match=r"evaluation.passkey.filler: documents, but the test"):
-        without.result("passkey", **documents)

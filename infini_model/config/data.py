@@ -261,10 +261,8 @@ class DataConfig(Section):
             yield f"device {self.device} needs engine=local; Ray takes cpu or cuda"
 
     @property
-    def share_of(self) -> tuple[int, int] | None:
-        if self.share is None:
-            return None
-        number, _, count = self.share.partition("/")
+    def share_of(self) -> tuple[int, int]:
+        number, _, count = (self.share or "1/1").partition("/")
         return int(number), int(count)
 
 

@@ -89,9 +89,7 @@ def _unknown(key: str, value: Any) -> str:
     depth = key.count(".")
     others = [known for known in keys if not below or known in below or known.count(".") == depth]
     if namesakes := [known for known in others if known.rpartition(".")[2] == name]:
-        *most, last = namesakes
-        either = f"{', '.join(most)} or {last}" if most else last
-        return f"{key}: unknown key; it is {either}"
+        return f"{key}: unknown key; it is {' or '.join(namesakes)}"
     if near:
         return f"{key}: unknown key; did you mean {inside}{near}?"
     leaves = {known.rpartition(".")[2]: known for known in reversed(others)}
@@ -115,7 +113,6 @@ NAMES: dict[str, str] = {
     "model_name_or_path": "model.initial_weights",
     "pretrained_model_name_or_path": "model.initial_weights",
     "system.device": "use launch.gpus instead: auto, all, cpu, or numbers such as 0,3",
-    "system.device_id": "launch.gpus",
     "device_id": "launch.gpus",
     "gpu_id": "launch.gpus",
     # torchrun

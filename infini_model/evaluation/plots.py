@@ -28,15 +28,19 @@ def series(lines: Sequence[Line], name: str) -> Series:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _figure(rows: int = 1, size: tuple[float, float] = (8, 4.5)) -> tuple[Any, list[Any]]:
-    """A figure with `rows` stacked axes, rendered in memory."""
+def _figure(
+    xlabel: str, *ylabels: str, size: tuple[float, float] = (8, 4.5)
+) -> tuple[Any, list[Any]]:
+    """A figure with an axis for each of `ylabels`, one below the other, rendered in memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
-    for axis in axes:
+    axes = figure.subplots(len(ylabels), 1, sharex=True, squeeze=False)[:, 0]
+    axes[-1].set_xlabel(xlabel)
+    for axis, ylabel in zip(axes, ylabels, strict=True):
+        axis.set_ylabel(ylabel)
         axis.grid(visible=True, color="#e5e7eb", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
@@ -80,32 +84,29 @@ def plot_training(lines: Sequence[Line], clip: float, folder: Path) -> dict[str,
 
     `clip` is the threshold of the gradient norm.
     """
-    figure, (axis,) = _figure()
+    figure, (axis,) = _figure("step", "loss (nats per token)")
     _noisy_line(axis, series(lines, "train/loss"), color=BLUE, label="training")
     _line(axis, series(lines, "validation/loss"), color=ORANGE, label="validation")
-    axis.set(xlabel="step", ylabel="loss (nats per token)")
     axis.legend(frameon=False)
     paths = {"Training and validation loss": _save(figure, "Loss", folder / "loss.png")}
 
-    figure, (axis,) = _figure()
+    figure, (axis,) = _figure("step", "learning rate")
     _line(axis, series(lines, "train/learning_rate"), color=BLUE)
-    axis.set(xlabel="step", ylabel="learning rate")
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter("{x:g}")
     paths["Learning rate"] = _save(figure, "Learning rate", folder / "learning_rate.png")
 
-    figure, (axis,) = _figure()
+    figure, (axis,) = _figure("step", "gradient norm")
     _noisy_line(axis, series(lines, "train/grad_norm"), color=BLUE, label="before clipping")
     axis.axhline(clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped to {clip:g}")
-    axis.set(xlabel="step", ylabel="gradient norm")
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False)
     path = _save(figure, "Gradient norm", folder / "gradient_norm.png")
     paths["Gradient norm before clipping"] = path
 
-    figure, (speed, wait) = _figure(rows=2)
+    labels = ("tokens per second", "waiting for data\n(% of a step)")
+    figure, (speed, wait) = _figure("step", *labels)
     _line(speed, series(lines, "train/tokens_per_second"), color=BLUE)
-    speed.set_ylabel("tokens per second")
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter("{x:,.0f}")
     timed = [line for line in lines if line.get("train/step_seconds", 0.0) > 0.0]
@@ -113,7 +114,6 @@ def plot_training(lines: Sequence[Line], clip: float, folder: Path) -> dict[str,
     seconds = dict(zip(*series(timed, "train/step_seconds"), strict=True))
     shares = [100.0 * w / seconds[step] for step, w in zip(steps, waits, strict=True)]
     _line(wait, (steps, shares), color=GREEN)
-    wait.set(xlabel="step", ylabel="waiting for data\n(% of a step)")
     wait.set_ylim(0, max([1.0, *shares]) * 1.1)
     path = _save(figure, "Throughput", folder / "throughput.png")
     return paths | {"Tokens per second, and share of a step spent waiting for data": path}
@@ -133,10 +133,10 @@ def plot_by_position(
         position: Label of the positions.
         path: Path of the image.
     """
-    figure, axes = _figure(rows=2 if gains else 1)
+    labels = ("loss\n(nats per token)", "gain over\nmemory knocked out")
+    figure, axes = _figure(position, *labels[: 2 if gains else 1])
     for (name, curve), color in zip(losses.items(), (BLUE, GREEN, ORANGE), strict=False):
         _line(axes[0], curve, color=color, label=name)
-    axes[0].set_ylabel("loss\n(nats per token)")
     axes[0].legend(frameon=False)
     if gains:
         estimates, lows, highs = ([*each] for each in zip(*gains, strict=True))
@@ -144,8 +144,6 @@ def plot_by_position(
         axes[1].fill_between(positions, lows, highs, color=BLUE, alpha=0.18, linewidth=0)
         _line(axes[1], (positions, estimates), color=BLUE)
         axes[1].axhline(0.0, color="#374151", linewidth=0.8)
-        axes[1].set_ylabel("gain over\nmemory knocked out")
-    axes[-1].set_xlabel(position)
     axes[-1].set_xlim(0.5, max(x for xs, _ in losses.values() for x in xs) + 0.5)
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
     return _save(figure, "Loss by position", path)
@@ -170,14 +168,14 @@ def plot_heat_map(
         title: Title of the picture.
         trained: Number of columns that are no longer than the sequences of the training.
     """
-    figure, (axis,) = _figure(size=(8, max(3.5, 1.6 + 0.22 * len(depths))))
+    size = (8, max(3.5, 1.6 + 0.22 * len(depths)))
+    figure, (axis,) = _figure("length of the sequence", "depth of the needle (%)", size=size)
     axis.grid(visible=False)
     # Its order of brightness is seen by people of any colour vision, and in print.
     drawn = axis.imshow(100 * shares, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     figure.colorbar(drawn, ax=axis, label="answers that are right (%)")
     axis.set_xticks(range(len(lengths)), lengths)
     axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    axis.set(xlabel="length of the sequence", ylabel="depth of the needle (%)")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     if len(lengths) <= LABELLED:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import cast
+from pkgutil import resolve_name
 
 from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.evaluation.task import EvaluationTask
 
 # Module and class of each task; a module is imported if its task is run.
-TASKS: dict[EvaluationTaskName, tuple[str, str]] = {
-    "loss": ("loss", "Loss"),
-    "loss_by_position": ("by_position", "LossByPosition"),
-    "likelihood_bound": ("bound", "LikelihoodBound"),
-    "sample": ("sample", "Sample"),
-    "passkey": ("passkey", "Passkey"),
-    "lm_eval": ("lm_eval", "LmEval"),
+TASKS: dict[EvaluationTaskName, str] = {
+    "loss": "loss:Loss",
+    "loss_by_position": "by_position:LossByPosition",
+    "likelihood_bound": "bound:LikelihoodBound",
+    "sample": "sample:Sample",
+    "passkey": "passkey:Passkey",
+    "lm_eval": "lm_eval:LmEval",
 }
 
 
 def load_task(name: EvaluationTaskName) -> EvaluationTask:
     """The task of that name. Raises `UserError` if a package that it needs is not installed."""
-    module, task = TASKS[name]
-    made = getattr(import_module(f"{__name__}.{module}"), task)
-    return cast("EvaluationTask", made())
+    task: EvaluationTask = resolve_name(f"{__name__}.{TASKS[name]}")()
+    return task

@@ -12,12 +12,11 @@ access denied, a missing bucket, a key that cannot be.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import glob
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,14 +93,6 @@ def split_address(address: str) -> tuple[str, str]:
     if key and not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise StoreError(f"{address}: a key with an empty or dotted folder name cannot be read")
     return f"{scheme}{bucket}", key
-
-
-def locate(address: str) -> tuple[ObjectStore, str]:
-    """The store of an object's bucket, and its key there. Raises `StoreError`."""
-    root, key = split_address(address)
-    if not key:
-        raise StoreError(f"{address}: names a bucket, not an object")
-    return ObjectStore(root), key
 
 
 class ObjectStore:
@@ -289,24 +280,18 @@ class ObjectStore:
 
         return _version(self._request(key, request))
 
-    def create(self, key: str, content: bytes) -> Version | None:
-        """Write a small object if there is none; None if there is one, or another comes first.
+    def write_if(self, key: str, content: bytes, expected: Version | None) -> Version | None:
+        """Write a small object over one of the expected version, or where None is there.
 
-        Of several writers at most one succeeds, as long as their contents differ: a writer whose
-        connection was cut after the store had already accepted the object recognises its content.
+        Returns None if there is another, or it is gone. Of several writers at most one succeeds, as
+        long as their contents differ (see `Version`): a writer whose connection was cut after the
+        store had already accepted the object recognises its content.
         """
-        return self._write_if(key, content, "create")
+        mode: Any = "create"
+        if expected is not None:
+            fields = {"e_tag": expected.etag, "version": expected.number}
+            mode = {name: value for name, value in fields.items() if value is not None}
 
-    def replace(self, key: str, content: bytes, expected: Version) -> Version | None:
-        """Write a small object over one of this version; None if it is another or gone.
-
-        Compare-and-swap, as long as contents differ; see `create` and `Version`.
-        """
-        fields = {"e_tag": expected.etag, "version": expected.number}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return self._write_if(key, content, given)
-
-    def _write_if(self, key: str, content: bytes, mode: Any) -> Version | None:
         def request(store: Any) -> Version | None:
             from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -324,14 +309,14 @@ class ObjectStore:
         return None
 
     def honours_conditions(self) -> bool:
-        """Whether the store refuses to overwrite what `create` and `replace` must not."""
+        """Whether the store refuses to overwrite what `write_if` must not."""
         key = f".conditions-{uuid.uuid4().hex}"
         try:
-            first = self.create(key, b"1")
-            if first is None or self.create(key, b"2") is not None:
+            first = self.write_if(key, b"1", None)
+            if first is None or self.write_if(key, b"2", None) is not None:
                 return False
-            is_replaced = self.replace(key, b"3", first) is not None
-            return is_replaced and self.replace(key, b"4", first) is None
+            is_replaced = self.write_if(key, b"3", first) is not None
+            return is_replaced and self.write_if(key, b"4", first) is None
         finally:
             self.delete([key])
 
@@ -371,6 +356,8 @@ def matching(pattern: str) -> list[StoredObject]:
     name, `**` any number of folders, neither what begins with a dot. An object of the very name
     goes first. All objects below the folders that stand before the first wildcard are listed.
     """
+    from fsspec.utils import glob_translate
+
     root, key = split_address(pattern)
     store = ObjectStore(root)
     found = store.find(key) if "[" in key or (key and not glob.has_magic(key)) else None
@@ -378,22 +365,16 @@ def matching(pattern: str) -> list[StoredObject]:
         return [found] if found else []
     parts = key.split("/")
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    prefix = "/".join(parts[:fixed])
+    # fsspec refuses `**` as a part of a name, where it means the same as `*`.
+    plain = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts]
+    shape = re.compile(glob_translate("/".join(plain)))
     return [
         each
-        for each in store.list_below(prefix)
-        if _matches(each.key.split("/")[fixed:], parts[fixed:])
+        for each in store.list_below("/".join(parts[:fixed]))
+        # A hidden name is matched by a part of the pattern that begins with a dot, by no other.
+        if shape.match(each.key) and _hidden(each.key) == _hidden(key)
     ]
 
 
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern or not names:
-        return not pattern and not names
-    if pattern[0] == "**":
-        if len(pattern) == 1:
-            return not any(name.startswith(".") for name in names)
-        deeper = not names[0].startswith(".") and _matches(names[1:], pattern)
-        return deeper or _matches(names, pattern[1:])
-    hidden = names[0].startswith(".") and not pattern[0].startswith(".")
-    same = not hidden and fnmatch.fnmatchcase(names[0], pattern[0])
-    return same and _matches(names[1:], pattern[1:])
+def _hidden(key: str) -> int:
+    return sum(part.startswith(".") for part in key.split("/"))

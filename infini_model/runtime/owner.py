@@ -207,7 +207,4 @@ def _read(store: ObjectStore) -> tuple[Claim | None, Version | None]:
 
 def _write(store: ObjectStore, claim: Claim, expected: Version | None) -> Version | None:
     """Write `OWNER` if it is of the expected version, or there is none; None if it is not so."""
-    content = claim.model_dump_json(indent=2).encode() + b"\n"
-    if expected is None:
-        return store.create(OWNER, content)
-    return store.replace(OWNER, content, expected)
+    return store.write_if(OWNER, claim.model_dump_json(indent=2).encode() + b"\n", expected)

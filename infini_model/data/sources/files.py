@@ -21,7 +21,7 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import BUSY, DataError, UnreachableError, UserError
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.machine import available_cores
-from infini_model.runtime.object_store import Version, locate
+from infini_model.runtime.object_store import ObjectStore, Version, split_address
 from infini_model.runtime.records import Record
 
 HUB = "hf://datasets/"
@@ -199,8 +199,8 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
             with hub_errors(file.address), system.open(file.address, cache_type="none") as remote:
                 yield pa.PythonFile(remote, mode="r")
     elif is_store(file.address):
-        store, key = locate(file.address)
-        with store.open(key, file.bytes, Version(file.version or None)) as opened:
+        bucket, key = split_address(file.address)
+        with ObjectStore(bucket).open(key, file.bytes, Version(file.version or None)) as opened:
             yield opened
     else:
         with pa.OSFile(file.address, "rb") as opened:

@@ -138,10 +138,7 @@ class TokenizerStore:
             write_record(self.folder / f"{name}.json", pinned)
             return pinned
         key, content = f"{name}.json", pinned.model_dump_json(indent=2).encode()
-        if version is None:
-            written = self._store.create(key, content)
-        else:
-            written = self._store.replace(key, content, version)
+        written = self._store.write_if(key, content, version)
         first = None if written else self.read_pin(name)[0]
         return first or pinned
 

@@ -25,7 +25,7 @@ from infini_model.runtime.errors import (
     UnreachableError,
     UserError,
 )
-from infini_model.runtime.object_store import ObjectStore, Version, locate, matching
+from infini_model.runtime.object_store import ObjectStore, Version, matching
 
 CONTENT = random.Random(5).randbytes(3_000_000)
 LEAST_PART = 5 << 20  # bytes; S3 takes none smaller, but the last
@@ -89,7 +89,18 @@ NAMES = (
 )
 PATTERNS = (
     *("*", "*.txt", "**", "**/*.txt", "x/**/*.txt", "x/*/c.txt", "x/**", "**/y/*", "[ab].*"),
-    *(".d/*", "**/.*", "x*/*", "xy/[[]1].txt", "?.txt", "x/y/**/**/c.txt", "nothing/*", "a.txt"),
+    *(
+        ".d/*",
+        "**/.*",
+        "x*/*",
+        "x/**.txt",
+        "**/.*/*",
+        "xy/[[]1].txt",
+        "?.txt",
+        "x/y/**/**/c.txt",
+        "nothing/*",
+        "a.txt",
+    ),
 )
 
 
@@ -108,19 +119,19 @@ def test_a_glob_matches_what_it_matches_on_a_disk(bucket, tmp_path):
 
 def test_only_one_of_many_creates_an_object(store):
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda name: store.create("lease", b"%d" % name), range(16)))
+        made = list(pool.map(lambda name: store.write_if("lease", b"%d" % name, None), range(16)))
     (winner,) = [number for number, version in enumerate(made) if version is not None]
     assert store.read("lease") == (b"%d" % winner, made[winner])
 
 
 def test_compare_and_swap(store):
-    first = store.create("lease", b"1")
-    second = store.replace("lease", b"2", first)
+    first = store.write_if("lease", b"1", None)
+    second = store.write_if("lease", b"2", first)
     assert second is not None
-    assert store.replace("lease", b"3", first) is None
+    assert store.write_if("lease", b"3", first) is None
     assert store.read("lease") == (b"2", second)
     store.delete(["lease"])
-    assert store.replace("lease", b"3", second) is None
+    assert store.write_if("lease", b"3", second) is None
     assert store.find("lease") is None
 
 
@@ -189,13 +200,13 @@ def test_a_connection_that_is_cut_within_an_answer(store, s3, tmp_path, small_re
 def test_a_conditional_put_whose_answer_is_lost_has_succeeded(store, s3):
     """The store accepts it, the connection breaks, and the repetition finds its own object."""
     s3.line.cut_after(10)
-    version = store.create("o", b"mine")
+    version = store.write_if("o", b"mine", None)
     assert store.read("o") == (b"mine", version)
     s3.line.cut_after(10)
-    second = store.replace("o", b"mine again", version)
+    second = store.write_if("o", b"mine again", version)
     assert store.read("o") == (b"mine again", second)
     s3.line.cut_after(10)
-    assert store.create("o", b"another's") is None
+    assert store.write_if("o", b"another's", None) is None
 
 
 def test_an_upload_that_is_cut_ends_whole_without_parts(store, s3, bucket, tmp_path, monkeypatch):
@@ -231,7 +242,7 @@ def test_a_server_that_falls_silent(store, s3, monkeypatch):
     with reading(store, "o") as file:
         assert asked_in_silence(file.read) == CONTENT
     assert asked_in_silence(lambda: keys(store)) == ["o"]
-    made = asked_in_silence(lambda: store.create("p", b"mine"))
+    made = asked_in_silence(lambda: store.write_if("p", b"mine", None))
     assert store.read("p") == (b"mine", made)
 
 
@@ -255,7 +266,7 @@ def each_request(store):
     yield lambda: store.find("o")
     yield lambda: store.list_below()
     yield lambda: store.write("o", b"")
-    yield lambda: store.create("o", b"")
+    yield lambda: store.write_if("o", b"", None)
     yield lambda: store.delete(["o"])
 
 
@@ -280,7 +291,7 @@ def test_what_is_final_is_one_line_at_once(bucket, s3, caplog):
     with s3.refusing():
         check(each_request(store), "access denied .*check the credentials")
         check([lambda: store.upload("o", Path(__file__))], "access denied .*check the credentials")
-        check([lambda: store.replace("o", b"", Version('"e"'))], "access denied")
+        check([lambda: store.write_if("o", b"", Version('"e"'))], "access denied")
     check([lambda: store.read("o"), lambda: store.download("o", Path("never"))], "not found")
     check([lambda: store.read("a//b"), lambda: store.write("../b", b"")], "empty or dotted")
 
@@ -322,7 +333,7 @@ def test_no_secret_is_told_however_a_request_fails(bucket, s3, monkeypatch, capl
     ],
 )
 def test_a_wrong_address_is_refused(address, complaint):
-    for use in (ObjectStore, matching, locate):
+    for use in (ObjectStore, matching):
         with pytest.raises(StoreError, match=complaint) as caught:
             use(address)
         assert "sEcReT" not in str(caught.value)

@@ -72,13 +72,8 @@ def read_newest(run_dir: Path, *names: str) -> Line:
 
 def read_validation_losses(run_dir: Path) -> dict[int, float]:
     """Validation loss by step; lines without one are not parsed."""
-    name = "validation/loss"
-    try:
-        data = (run_dir / "metrics.jsonl").read_bytes()
-    except FileNotFoundError:
-        return {}
-    wanted = [line for line in data.splitlines(keepends=True) if f'"{name}"'.encode() in line]
-    return {int(line["step"]): line[name] for line in whole_lines(b"".join(wanted))}
+    wanted = (line for line in newest_lines(run_dir) if b'"validation/loss"' in line)
+    return {int(line["step"]): line["validation/loss"] for line in map(json.loads, wanted)}
 
 
 class MetricsFile:

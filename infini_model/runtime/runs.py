@@ -20,7 +20,7 @@ from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
 from infini_model.runtime.owner import last_seen
 from infini_model.runtime.records import Record, parse_record, write_record
-from infini_model.runtime.storage import MANIFEST, sha256, write_json
+from infini_model.runtime.storage import MANIFEST, read_json_or_empty, sha256, write_json
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -30,7 +30,6 @@ INITIAL_WEIGHTS = "initial_weights.json"
 # The metric by which runs are ranked and compared.
 VALIDATION_LOSS = "evaluation/validation_loss"
 CHECKPOINTS, MODEL = "checkpoints", "model"
-# The file of a checkpoint that says where in the training it was saved.
 STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
 # The file of a checkpoint that says where in the training it was saved.
 STATE = "state.json"
@@ -101,9 +100,7 @@ def record_evaluation(
 
 def read_evaluation(run_dir: Path) -> dict[str, Any]:
     """Read the newest record of `record_evaluation`; empty if there is none, or it is damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((run_dir / EVALUATION).read_text(encoding="utf-8")))
-    return {}
+    return read_json_or_empty(run_dir / EVALUATION)
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -148,9 +145,7 @@ def latest_run(config: Config) -> Path:
 
 def weights_fingerprint(run_dir: Path) -> str | None:
     """Fingerprint of the pretrained weights that a run began from; None if none are recorded."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((run_dir / INITIAL_WEIGHTS).read_bytes())["fingerprint"])
-    return None
+    return read_json_or_empty(run_dir / INITIAL_WEIGHTS).get("fingerprint")
 
 
 def dataset_here(run_dir: Path) -> Path | str:
@@ -193,7 +188,7 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
 def superseded_checkpoints(run_dir: Path, keep: int) -> list[Path]:
     """All checkpoints but the `keep` newest and the one with the lowest validation loss."""
     found = list_checkpoints(run_dir)
-    kept = kept_steps((step for step, _ in found), read_validation_losses(run_dir), keep)
+    kept = kept_steps(run_dir, (step for step, _ in found), keep)
     return [path for step, path in found if step not in kept]
 
 
@@ -215,9 +210,9 @@ def verify_checkpoint(checkpoint: Path) -> None:
             raise CheckpointError(f"{path}: is damaged: its checksum does not match the manifest")
 
 
-def kept_steps(steps: Iterable[int], losses: Mapping[int, float], keep: int) -> set[int]:
+def kept_steps(run_dir: Path, steps: Iterable[int], keep: int) -> set[int]:
     """The checkpoints to keep: the `keep` newest and the one with the lowest validation loss."""
-    found = sorted(steps, reverse=True)
+    found, losses = sorted(steps, reverse=True), read_validation_losses(run_dir)
     best = min((step for step in found if step in losses), key=losses.__getitem__, default=None)
     return {*found[:keep], *([] if best is None else [best])}
 

@@ -102,8 +102,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     make_folder(path.parent)
     with named_os_errors(path):
-        prefix = f"{TEMPORARY}{path.name}-"
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+        name = tempfile.mkdtemp(prefix=f"{TEMPORARY}{path.name}-", dir=path.parent)
+        temporary = Path(name)
         temporary.chmod(0o755)
         try:
             yield temporary
@@ -111,14 +111,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 # A hard link is to a file that is on the disk already.
                 if entry.is_dir() or entry.stat().st_nlink == 1:
                     _sync(entry)
-            if path.exists():
-                retired = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-                os.rename(path, retired / "retired")
-                os.rename(temporary, path)
-                shutil.rmtree(retired, ignore_errors=True)
-            else:
-                os.rename(temporary, path)
+            retired = retire(path) if path.exists() else None
+            os.rename(temporary, path)
             _sync(path.parent)
+            if retired is not None:
+                shutil.rmtree(retired, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -156,6 +153,13 @@ def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     with atomic_file(path) as temporary:
         dump_json(temporary, value)
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if the file is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_bytes()))
+    return {}
 
 
 def point_latest(folder: Path) -> None:
@@ -243,15 +247,13 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def is_locked(path: Path, *, shared: bool = False) -> bool:
-    """Whether somebody holds the exclusive lock `path` now, or a `shared` one. Creates nothing."""
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the exclusive lock `path` now. Creates nothing."""
     try:
-        # A network file system gives an exclusive lock only on a file that is open for writing.
-        descriptor = os.open(path, (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        kind = fcntl.LOCK_EX if shared else fcntl.LOCK_SH
-        return not _flock(descriptor, kind | fcntl.LOCK_NB)
+        return not _flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(descriptor)

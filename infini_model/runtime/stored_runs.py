@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infini_model.runtime.errors import (
     ObjectDamagedError,
@@ -31,7 +31,6 @@ from infini_model.runtime.errors import (
     UserError,
 )
 from infini_model.runtime.holders import Holder, hold, holder_of
-from infini_model.runtime.metrics_file import read_validation_losses
 from infini_model.runtime.object_store import PATIENCE, ObjectStore, StoredObject
 from infini_model.runtime.owner import OWNER, Ownership, look, lost, take, watch
 from infini_model.runtime.runs import (
@@ -43,6 +42,7 @@ from infini_model.runtime.runs import (
     RUN,
     STEP,
     kept_steps,
+    list_checkpoints,
     step_key,
 )
 from infini_model.runtime.storage import (
@@ -50,6 +50,7 @@ from infini_model.runtime.storage import (
     atomic_folder,
     make_folder,
     point_latest,
+    read_json_or_empty,
     write_json,
 )
 
@@ -63,6 +64,7 @@ RECORDS = frozenset(
     }
 )
 OF_THIS_MACHINE = frozenset({CHECKPOINTS, "heartbeats", "waiting"})
+# Of each small file: its entity tag in the store; its time of change and size here.
 SYNCED = ".stored"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 COMPLETE = re.compile(rf"{STEP.pattern}/{re.escape(MANIFEST)}")
@@ -210,8 +212,7 @@ def _store_of(run_dir: Path, store: str) -> ObjectStore:
 
 def local_steps(run_dir: Path) -> set[int]:
     """The steps of the complete checkpoints in a run folder."""
-    found = run_dir.glob(f"{CHECKPOINTS}/step-*/{MANIFEST}")
-    return complete_steps(path.relative_to(run_dir).as_posix() for path in found)
+    return {step for step, path in list_checkpoints(run_dir) if (path / MANIFEST).exists()}
 
 
 def complete_steps(keys: Iterable[str]) -> set[int]:
@@ -244,14 +245,6 @@ def _small_files(run_dir: Path) -> list[str]:
     return sorted(found, key=lambda key: (key == EVALUATION, key))
 
 
-def _read_synced(run_dir: Path) -> dict[str, list[Any]]:
-    """Of each small file: its entity tag in the store; its time of change and size here."""
-    try:
-        return dict(json.loads((run_dir / SYNCED).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 def _state(path: Path) -> list[int]:
     status = path.stat()
     return [status.st_mtime_ns, status.st_size]
@@ -264,7 +257,7 @@ def _get_files(
     only: Collection[str] | None = None,
 ) -> None:
     """Bring the small files here that have changed in the store, unless this folder is ahead."""
-    synced = _read_synced(run_dir)
+    synced = read_json_or_empty(run_dir / SYNCED)
     steps = complete_steps(each.key for each in objects)
     if max(local_steps(run_dir), default=-1) > max(steps, default=-1):
         only = {RUN}  # Who has owned the run is not a matter of steps.
@@ -363,23 +356,21 @@ class _Mirror:
             self._put_checkpoint(step)
         # What an interrupted upload has left of an older checkpoint goes too.
         started = {int(match[1]) for key in keys if (match := re.match(rf"{STEP.pattern}/", key))}
-        for step in sorted(started - self._kept(self._stored)):
+        for step in sorted(started - kept_steps(self._run_dir, self._stored, self._keep)):
             if step < max(self._stored, default=0):
                 self._ownership.check()
                 old = [key for key in keys if key.startswith(f"{step_key(step)}/")]
                 self._store.delete(filter(COMPLETE.fullmatch, old))
                 self._store.delete(old)
 
-    def _kept(self, steps: set[int]) -> set[int]:
-        return kept_steps(steps, read_validation_losses(self._run_dir), self._keep)
-
     def _missing_steps(self) -> set[int]:
         """Local checkpoints that retention keeps and that the store is not known to have."""
         local = local_steps(self._run_dir)
-        return (local & self._kept(local | self._stored)) - self._stored
+        kept = kept_steps(self._run_dir, local | self._stored, self._keep)
+        return (local & kept) - self._stored
 
     def _put_files(self) -> None:
-        synced = _read_synced(self._run_dir)
+        synced = read_json_or_empty(self._run_dir / SYNCED)
         try:
             for key in _small_files(self._run_dir):
                 path = self._run_dir / key

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import logging
 import os
 import threading
@@ -24,6 +23,7 @@ from infini_model.runtime.storage import (
     atomic_file,
     lock,
     make_folder,
+    read_json_or_empty,
     remove_leftovers,
     write_json,
 )
@@ -95,14 +95,6 @@ def error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:160]}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return record
-
-
 def _path(run_dir: Path) -> Path:
     return run_dir / "logs" / "mlflow.json"
 
@@ -113,7 +105,7 @@ def read_mlflow_record(run_dir: Path) -> dict[str, Any]:
     It holds run_id, experiment, experiment_id, tracking_uri, delivered_step, status (RUNNING, or
     the last reported `Status`) and note (the last description written).
     """
-    return _read_json(_path(run_dir))
+    return read_json_or_empty(_path(run_dir))
 
 
 class MlflowExporter:
@@ -262,7 +254,7 @@ class MlflowExporter:
 
         dataset = self._record.get("dataset", {})
         owner = read_run(self._run_dir).owner if is_started(self._run_dir) else None
-        weights = _read_json(self._run_dir / INITIAL_WEIGHTS)
+        weights = read_json_or_empty(self._run_dir / INITIAL_WEIGHTS)
         user = None
         # In a container the user id may have no name.
         with contextlib.suppress(KeyError, OSError):

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infini_model.config import Config, dump_config, load_config
 from infini_model.config.locations import local_folder
@@ -83,34 +83,22 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
     return config
 
 
-class Difference(NamedTuple):
-    """A key with its values in two trees of settings."""
-
-    key: str
-    one: Any
-    other: Any
-
-
-def first_difference(
+def differences(
     one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
-) -> Difference | None:
-    """The first leaf in which two trees of settings differ; None if there is none."""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the leaves in which two trees of settings differ: their keys and both values."""
     for key in {**one, **other}:
         value, another = one.get(key), other.get(key)
-        if value == another:
-            continue
         if isinstance(value, Mapping) and isinstance(another, Mapping):
-            return first_difference(value, another, f"{above}{key}.")
-        return Difference(f"{above}{key}", value, another)
-    return None
+            yield from differences(value, another, f"{above}{key}.")
+        elif value != another:
+            yield f"{above}{key}", value, another
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
-    found = first_difference(one, other)
-    if found is None:
-        return "the dataset differs"
-    return f"{found.key} is {found.other!r}, not {found.one!r}"
+    key, value, recorded = next(differences(one, other))
+    return f"{key} is {recorded!r}, not {value!r}"
 
 
 def identities(
@@ -173,21 +161,14 @@ class _Request:
     def candidates(self) -> Iterator[Path]:
         """Folders to try to lock: interrupted runs of this configuration, then new names."""
         runs_dir, prefix = self.config.run.runs_dir, name_prefix(self.config)
-        existing = _numbered_folders(runs_dir, prefix)
-        yield from filter(self.may_have, existing)
-        highest = int(existing[0].name.rpartition("-")[2]) if existing else 0
-        for number in itertools.count(highest + 1):
+        existing = {
+            int(match[1]): path
+            for path in runs_dir.glob(f"{prefix}-*")
+            if (match := re.fullmatch(rf"{re.escape(prefix)}-(\d+)", path.name))
+        }
+        yield from filter(self.may_have, (existing[n] for n in sorted(existing, reverse=True)))
+        for number in itertools.count(max(existing, default=0) + 1):
             yield runs_dir / f"{prefix}-{number}"
-
-
-def _numbered_folders(runs_dir: Path, prefix: str) -> list[Path]:
-    """The folders `prefix-1`, `prefix-2`, …, highest number first."""
-    found = {
-        int(match[1]): path
-        for path in runs_dir.glob(f"{prefix}-*")
-        if (match := re.fullmatch(rf"{re.escape(prefix)}-(\d+)", path.name))
-    }
-    return [found[number] for number in sorted(found, reverse=True)]
 
 
 def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
@@ -264,17 +245,16 @@ def run_to_resume(config: Config, owner: Owner) -> Path | None:
     exact = request.exact_folder()
     if exact is not None:
         return exact if request.is_for(exact) else None
-    existing = filter(is_started, _numbered_folders(config.run.runs_dir, name_prefix(config)))
-    resumable = filter(request.may_have, existing)
-    return next((run_dir for run_dir in resumable if run_holder(run_dir) is None), None)
+    run_dir = next(each for each in request.candidates() if run_holder(each) is None)
+    return run_dir if is_started(run_dir) else None
 
 
-def _until_released(run_dir: Path, owner: Owner, seconds: float) -> Iterator[Path]:
+def _until_released(run_dir: Path, owner: Owner) -> Iterator[Path]:
     """Yield `run_dir` repeatedly while an earlier process of the same flow run still holds it.
 
     Raises `ConfigError` that names the holder if it is another one, or does not release in time.
     """
-    deadline, logged = time.monotonic() + seconds, False
+    deadline, logged = time.monotonic() + RELEASE_SECONDS, False
     while True:
         yield run_dir
         if holder := run_holder(run_dir):
@@ -324,7 +304,6 @@ def claim_run(
     weights: str | None = None,
     address: str | None = None,
     owner: Owner = ANYBODY,
-    release_seconds: float = RELEASE_SECONDS,
 ) -> Iterator[Path]:
     """Hold a run folder: that of `run.name`, the owner's, an interrupted run's, or a new one.
 
@@ -339,7 +318,6 @@ def claim_run(
             they count by their name.
         address: The dataset in an object store, if the folder is a working copy of it.
         owner: Who claims the run; without `run.name` it gets back the folder it claimed before.
-        release_seconds: How long to wait for an earlier process of the same owner to exit.
 
     Raises:
         StoreError, UnreachableError: The store refuses access or cannot be reached.
@@ -354,11 +332,7 @@ def claim_run(
     refresh_runs(runs_dir, config.run.store)
     request = _Request(config, dataset_key, weights, owner)
     exact = request.exact_folder()
-    if exact is not None:
-        candidates = _until_released(exact, owner, release_seconds)
-    else:
-        candidates = request.candidates()
-    for run_dir in candidates:
+    for run_dir in request.candidates() if exact is None else _until_released(exact, owner):
         make_folder(run_dir)
         holder = Holder.current(run_dir, owner)
         with hold_run(run_dir, holder, config.run.store) as held:

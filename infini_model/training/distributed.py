@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infini_model.config import Config, LaunchConfig
-from infini_model.runtime.claims import first_difference
+from infini_model.runtime.claims import differences
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.runtime.processes import STOPS
 from infini_model.training.launch.devices import GPU_NUMBERS, find_driver, physical_gpu
@@ -130,10 +130,11 @@ def check_agreement(config: Config, dataset_key: str, world: World) -> None:
         values = getattr(config, section).model_dump(mode="json", include=names)
         own[section] = own.get(section, {}) | values
     first = world.broadcast(lambda: own)
-    found = first_difference(first, own)
+    found = next(differences(first, own), None)
     difference = ""
     if found is not None:
-        difference = f"{found.key} is {found.one!r} on the first machine, {found.other!r}"
+        key, theirs, ours = found
+        difference = f"{key} is {theirs!r} on the first machine, {ours!r}"
     said = world.all_gather_text(difference)
     for rank, text in enumerate(said):
         if text:

@@ -178,7 +178,7 @@ def test_a_flow_run_gets_its_own_folder_back_until_another_has_resumed_it(tmp_pa
 
 
 def test_a_flow_run_waits_for_its_last_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path)
     begun, released = threading.Event(), threading.Event()
@@ -191,8 +191,10 @@ def test_a_flow_run_waits_for_its_last_process(
     with ThreadPoolExecutor() as pool:
         pool.submit(hold_until_released)
         assert begun.wait(PATIENCE)
-        with pytest.raises(ConfigError, match="in use by process"):
-            claim(config, owner=UI, release_seconds=0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(claims, "RELEASE_SECONDS", 0.0)
+            with pytest.raises(ConfigError, match="in use by process"):
+                claim(config, owner=UI)
         second = pool.submit(claim, config, owner=UI)
         eventually(lambda: "Waiting for process" in caplog.text, "the wait")
         assert not second.done()

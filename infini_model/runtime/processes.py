@@ -176,7 +176,7 @@ def deferred_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _spawn(
-    command: Sequence[str], env: Mapping[str, str] | None, cwd: Path | None
+    command: Sequence[str], env: Mapping[str, str] | None
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start `command`; yields the process and the descriptor of its output, closed afterwards."""
     process = subprocess.Popen(
@@ -186,7 +186,6 @@ def _spawn(
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env=None if env is None else {**os.environ, **env},
-        cwd=cwd,
     )
     if process.stdout is None:
         raise RuntimeError("no pipe to the command")
@@ -203,7 +202,6 @@ def run(
     watch: Callable[[int], Exception | None] = lambda _: None,
     stop: Callable[[], Exception | None] = lambda: None,
     env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
 ) -> int:
     """Run `command`, pass each line of its output to `on_line`, and return its exit status.
 
@@ -222,12 +220,11 @@ def run(
         stop: Called as often. If it returns an error, the process tree is shut down with grace and
             the error is raised.
         env: Added to the environment of this process.
-        cwd: Working directory; None is the current one.
 
     Raises:
         ProcessTimeoutError: The deadline has passed.
     """
-    with deferred_signals() as received, _spawn(command, env, cwd) as (process, pipe):
+    with deferred_signals() as received, _spawn(command, env) as (process, pipe):
         lines = _Lines(pipe, on_line)
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
 

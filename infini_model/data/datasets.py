@@ -11,12 +11,10 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import logging
 import os
-import platform
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +41,7 @@ from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.data.verify import find_faults, verify_dataset
-from infini_model.runtime import storage
+from infini_model.runtime import machine, storage
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.records import Record, read_record, write_record
@@ -54,6 +52,8 @@ RECORD = "partition.json"
 # Another disk, a file system without hard links, or a file that may have no more of them.
 UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 EMPTY_SHARD = "data-00000-of-00001.arrow"
+# Those on which the content of a dataset may depend.
+PACKAGES = ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken")
 
 
 class Datasets:
@@ -219,7 +219,7 @@ def make_manifest(
         conversations=list(conversations),
         tokenizer=tokenizer,
         splits={split: _split_record(split, keys, records) for split in SPLITS},
-        versions=_versions(),
+        versions=machine.package_versions(*PACKAGES),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(seconds, 3),
     )
@@ -251,14 +251,6 @@ def _split_record(
             for number, shard in enumerate(shards)
         ],
     )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def describe(folder: Path, manifest: Manifest) -> None:

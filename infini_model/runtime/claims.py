@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from infini_model.config import Config, dump_config, load_config
 from infini_model.config.locations import local_folder
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
+from infini_model.runtime.machine import package_versions
 from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import (
     RUN,
@@ -173,17 +173,13 @@ class _Request:
 
 def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
     named = config.updated(run={"name": run_dir.name})
+    versions = package_versions("infini-llama")
+    version = versions.get("infini-llama", "of a checkout that is not installed")
     with atomic_file(run_dir / "config.yaml") as temporary:
-        temporary.write_text(f"# {_version()}\n{dump_config(named)}", encoding="utf-8")
+        temporary.write_text(f"# infini-llama {version}\n{dump_config(named)}", encoding="utf-8")
     dataset, steps = dataset_dir.resolve(), config.training.max_steps
     record = RunRecord(dataset=dataset, dataset_key=dataset_key, max_steps=steps)
     write_record(run_dir / RUN, record)
-
-
-def _version() -> str:
-    with contextlib.suppress(PackageNotFoundError):
-        return f"infini-llama {version('infini-llama')}"
-    return "infini-llama, of a checkout that is not installed"
 
 
 def _check_claim(run_dir: Path, request: _Request) -> None:

@@ -1,13 +1,16 @@
-"""What this machine has for a process: cores, main memory, and what builds kernels."""
+"""What this machine has for a process: cores, main memory, packages, and what builds kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
+import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +64,15 @@ def _cgroups(controller: str) -> Iterator[Path]:
 def _read(*files: Path) -> str:
     """The text of the first file that is there; empty without one."""
     return next((file.read_text().strip() for file in files if file.is_file()), "")
+
+
+def package_versions(*packages: str) -> dict[str, str]:
+    """The versions of Python and of these packages; a checkout of this one is not installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 class Lack(NamedTuple):

@@ -17,14 +17,12 @@ import contextlib
 import json
 import logging
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +38,7 @@ from infini_model.model.hf.weights import save_tensors, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
+from infini_model.runtime.machine import package_versions
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import (
     CHECKPOINTS,
@@ -102,7 +101,8 @@ class TrainerState:
         """Write `state.json` of a checkpoint, with the versions of what wrote it."""
         tree = asdict(self)
         tree["consumed"] = tree.pop("samples_seen")
-        dump_json(folder / STATE, tree | {"versions": _versions()})
+        versions = package_versions("infini-llama", "torch", "safetensors")
+        dump_json(folder / STATE, tree | {"versions": versions})
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -110,14 +110,6 @@ def read_state(checkpoint: Path) -> TrainerState:
     tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     tree["samples_seen"] = tree["consumed"]
     return TrainerState(**{k: tree[k] for k in TrainerState.__dataclass_fields__ if k in tree})
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("infini-llama", "torch", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):  # The library runs from a checkout, too.
-            found[package] = version(package)
-    return found
 
 
 @dataclass(frozen=True)

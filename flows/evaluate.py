@@ -12,12 +12,11 @@ from flows.parameters import form, settings
 from infini_model.config import Config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.runs import latest_run
-from infini_model.runtime.stored_runs import refresh_runs
+from infini_model.runtime.stored_runs import attach_unclaimed, refresh_runs
 from tasks import evaluate as stage
 from tasks.failures import report_failure
-from tasks.flow_run import FLOW, name_flow_run
+from tasks.flow_run import FLOW, current_owner, name_flow_run
 from tasks.shard import use_dataset
-from tasks.train import attached
 
 
 def _as_trained(config: Config, run_dir: Path) -> Config:
@@ -47,5 +46,5 @@ def evaluate(config: Config) -> State[dict[str, Any]]:
     config = _as_trained(config, run_dir)
     name_flow_run(run_dir.name, f"run:{run_dir.name}")
     dataset = use_dataset(config)
-    with attached(config, run_dir):
+    with attach_unclaimed(run_dir, config, current_owner()):
         return stage.completed(stage.evaluate(config, dataset, run_dir))

@@ -38,15 +38,13 @@ from infini_model.runtime.runs import (
 from infini_model.runtime.stored_runs import (
     attach_unclaimed,
     await_owner,
+    look_seconds,
     refresh_run,
     refresh_runs,
 )
 from infini_model.training.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
-POLL_SECONDS = 0.2
-# The same where a store is asked each time.
-POLL_STORE_SECONDS = 2.0
 PIPE_WIDTH = 10_000
 COLUMNS = ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow")
 # Columns that a narrow terminal leaves out, in turn.
@@ -171,8 +169,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
     config = resume_config(run_dir, [advanced])
     if is_finished(run_dir):
         # Whatever of it is not in the store yet is copied on this occasion.
-        keep = config.checkpoint.save_total_limit
-        with attach_unclaimed(run_dir, Holder.current(run_dir), places.store, keep):
+        with attach_unclaimed(run_dir, config):
             return run_dir, None
     parameters = {"preset": None, "resume": run_dir.name, "advanced": advanced}
     return run_dir, Invocation(parameters, config)
@@ -210,18 +207,11 @@ def cancel(run_dir: Path, store: str | None = None) -> str:
         refresh_run(run_dir, store)
         return run_holder(run_dir) != holder
 
-    if not wait_until(
-        has_ended,
-        every_seconds=_poll_seconds(store),
-        timeout_seconds=END_SECONDS,
-    ):
+    every = look_seconds(store)
+    if not wait_until(has_ended, every_seconds=every, timeout_seconds=END_SECONDS):
         raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
     step = saved_step(run_dir)
     return "nothing is saved" if step is None else f"step {step} is saved"
-
-
-def _poll_seconds(store: str | None) -> float:
-    return POLL_SECONDS if store is None else POLL_STORE_SECONDS
 
 
 def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
@@ -264,7 +254,7 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
         sys.stdout.buffer.flush()
         return ended
 
-    wait_until(print_new_lines, every_seconds=_poll_seconds(store))
+    wait_until(print_new_lines, every_seconds=look_seconds(store))
     if not offsets:
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 

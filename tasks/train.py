@@ -16,10 +16,8 @@ from prefect.artifacts import LinkArtifact, TableArtifact
 
 from infini_model.config import Config
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import Line, newest_lines, read_newest
 from infini_model.runtime.runs import is_finished, read_run
-from infini_model.runtime.stored_runs import attach_unclaimed
 from infini_model.training.initial_weights import InitialWeights, record_initial_weights
 from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.mlflow_record import PAGE, run_url
@@ -59,12 +57,6 @@ def train(config: Config, dataset: Dataset, weights: InitialWeights | None) -> I
         name_flow_run(run_dir.name, *tags, f"dataset:{dataset.folder.name}")
         _train_claimed(config, dataset, run_dir, weights)
         yield run_dir
-
-
-def attached(config: Config, run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """Use a run as `attach_unclaimed` does: it is held, but does not become this flow run's own."""
-    holder = Holder.current(run_dir, current_owner())
-    return attach_unclaimed(run_dir, holder, config.run.store, config.checkpoint.save_total_limit)
 
 
 def outcome(run_dir: Path) -> str:

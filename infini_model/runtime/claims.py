@@ -40,7 +40,9 @@ from infini_model.runtime.runs import (
 )
 from infini_model.runtime.storage import atomic_file, make_folder, point_latest
 from infini_model.runtime.stored_runs import (
+    LOOK_SECONDS,
     hold_run,
+    look_seconds,
     refresh_run,
     refresh_runs,
     working_copy,
@@ -52,13 +54,9 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 3600.0
 # Between two lines on what they wait for.
 JOIN_TELL_SECONDS = 30.0
-# How often they look for it, in a folder and in a store.
-JOIN_POLL_SECONDS = 0.5
-JOIN_POLL_STORE_SECONDS = 3.0
 # How long to wait for an earlier process of the same flow run: the grace period of training, and
 # some margin.
 RELEASE_SECONDS = 90.0
-RELEASE_POLL_SECONDS = 0.2
 
 
 def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = ()) -> Config:
@@ -192,11 +190,7 @@ def _check_claim(run_dir: Path, request: _Request) -> None:
     record = read_run(run_dir)
     if request.owner.id in record.former_owners:
         now = record.owner
-        by = (
-            "a process without a flow run"
-            if now is None
-            else f"flow run {flow_run_page(now) or now}"
-        )
+        by = f"flow run {flow_run_page(now) or now}" if now else "a process without a flow run"
         raise ConfigError(
             f"run.name: {run_dir} has since been resumed by {by}; "
             f"take it over with infini resume {run_dir.name}"
@@ -260,7 +254,7 @@ def _until_released(run_dir: Path, owner: Owner) -> Iterator[Path]:
             if not logged:
                 log.warning("Waiting for %s to release %s", holder, run_dir)
                 logged = True
-        time.sleep(RELEASE_POLL_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
@@ -283,7 +277,7 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
                 "has, it uses another folder: the machines must share run.output_dir or run.store",
                 place,
             )
-        time.sleep(JOIN_POLL_SECONDS if store is None else JOIN_POLL_STORE_SECONDS)
+        time.sleep(look_seconds(store))
     if other := _Request(config, dataset_key).mismatch(run_dir):
         holder = run_holder(run_dir)
         by = "" if holder is None else f", in use by {holder}"

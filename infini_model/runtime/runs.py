@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from infini_model.config import Config, read_recorded, validate
 from infini_model.runtime.errors import CheckpointError, DataError
 from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
-from infini_model.runtime.owner import last_seen
+from infini_model.runtime.owner import OWNER, last_seen
 from infini_model.runtime.records import Record, parse_record, write_record
 from infini_model.runtime.storage import MANIFEST, read_json_or_empty, sha256, write_json
 
@@ -33,6 +34,14 @@ CHECKPOINTS, MODEL = "checkpoints", "model"
 STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
 # The file of a checkpoint that says where in the training it was saved.
 STATE = "state.json"
+# What commands that list or choose runs read.
+RECORDS = frozenset(
+    {
+        *("config.yaml", RUN, "metrics.jsonl", EVALUATION, "recovery.json"),
+        *(INITIAL_WEIGHTS, "logs/mlflow.json"),
+    }
+)
+OF_THIS_MACHINE = frozenset({CHECKPOINTS, "heartbeats", "waiting"})
 
 
 def step_key(step: int) -> str:
@@ -185,6 +194,11 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
+def local_steps(run_dir: Path) -> set[int]:
+    """The steps of the complete checkpoints in a run folder."""
+    return {step for step, path in list_checkpoints(run_dir) if (path / MANIFEST).exists()}
+
+
 def superseded_checkpoints(run_dir: Path, keep: int) -> list[Path]:
     """All checkpoints but the `keep` newest and the one with the lowest validation loss."""
     found = list_checkpoints(run_dir)
@@ -234,3 +248,24 @@ def find_run(runs_dir: Path, owner_id: str) -> Path | None:
             if owner_id in record.former_owners:
                 former = run_dir
     return former
+
+
+def is_shared(key: str) -> bool:
+    """Whether a file or folder of a run is small, and of interest to other machines.
+
+    Keys from a store are checked by this too: none of them leaves the run folder.
+    """
+    parts = key.split("/")
+    hidden = any(not part or part.startswith(".") for part in parts)
+    return not hidden and OF_THIS_MACHINE.isdisjoint(parts) and parts[0] not in (MODEL, OWNER)
+
+
+def small_files(run_dir: Path) -> list[str]:
+    """The files of a run that are copied one by one; the report's record last."""
+    found = []
+    for folder, folders, names in os.walk(run_dir):
+        below = Path(folder).relative_to(run_dir)
+        folders[:] = [name for name in folders if is_shared((below / name).as_posix())]
+        keys = [(below / name).as_posix() for name in names]
+        found += [key for key in keys if is_shared(key) and not (run_dir / key).is_symlink()]
+    return sorted(found, key=lambda key: (key == EVALUATION, key))

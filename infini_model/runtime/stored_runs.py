@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import threading
 import time
@@ -23,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from infini_model.config import Config
 from infini_model.runtime.errors import (
     ObjectDamagedError,
     ObjectMissingError,
@@ -30,19 +30,19 @@ from infini_model.runtime.errors import (
     UnreachableError,
     UserError,
 )
-from infini_model.runtime.holders import Holder, hold, holder_of
+from infini_model.runtime.holders import ANYBODY, Holder, Owner, hold, holder_of
 from infini_model.runtime.object_store import PATIENCE, ObjectStore, StoredObject
 from infini_model.runtime.owner import OWNER, Ownership, look, lost, take, watch
 from infini_model.runtime.runs import (
     CHECKPOINTS,
-    EVALUATION,
-    INITIAL_WEIGHTS,
     LOCK,
-    MODEL,
+    RECORDS,
     RUN,
     STEP,
+    is_shared,
     kept_steps,
-    list_checkpoints,
+    local_steps,
+    small_files,
     step_key,
 )
 from infini_model.runtime.storage import (
@@ -56,14 +56,6 @@ from infini_model.runtime.storage import (
 
 log = logging.getLogger(__name__)
 
-# What commands that list or choose runs read.
-RECORDS = frozenset(
-    {
-        *("config.yaml", RUN, "metrics.jsonl", EVALUATION, "recovery.json"),
-        *(INITIAL_WEIGHTS, "logs/mlflow.json"),
-    }
-)
-OF_THIS_MACHINE = frozenset({CHECKPOINTS, "heartbeats", "waiting"})
 # Of each small file: its entity tag in the store; its time of change and size here.
 SYNCED = ".stored"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -71,6 +63,8 @@ COMPLETE = re.compile(rf"{STEP.pattern}/{re.escape(MANIFEST)}")
 AT_ONCE = 8
 POLL_SECONDS = 0.5
 RETRY_SECONDS = 60.0
+# In the folder of a run, and in its store.
+LOOK_SECONDS, LOOK_STORE_SECONDS = 0.2, 2.0
 
 
 class Held(NamedTuple):
@@ -123,18 +117,21 @@ def working_copy(held: Held, keep: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attach_unclaimed(run_dir: Path, holder: Holder, store: str | None, keep: int) -> Iterator[None]:
+def attach_unclaimed(run_dir: Path, config: Config, owner: Owner = ANYBODY) -> Iterator[None]:
     """Use a run that is perhaps only in a store, without claiming it: evaluation writes a report.
+
+    `owner` holds it, but it does not become their own.
 
     The report goes to the store at the end of the block, unless another process holds the run;
     then it stays on this machine. Raises as `hold_run` and `working_copy` do.
     """
+    store = config.run.store
     if store is None or holder_of(run_dir / LOCK) is not None:
         yield
         return
-    with hold_run(run_dir, holder, store) as held:
+    with hold_run(run_dir, Holder.current(run_dir, owner), store) as held:
         if held is not None:
-            with working_copy(held, keep):
+            with working_copy(held, config.checkpoint.save_total_limit):
                 yield
             return
         _get_checkpoint(_store_of(run_dir, store), run_dir)
@@ -150,9 +147,12 @@ def await_owner(run_dir: Path, store: str | None) -> None:
 
 def has_checkpoint(run_dir: Path, store: str | None) -> bool:
     """Whether a run has a complete checkpoint here or in the store. Raises as `ObjectStore`."""
-    if local_steps(run_dir):
-        return True
-    return store is not None and bool(_stored_steps(_store_of(run_dir, store)))
+    return bool(local_steps(run_dir) or (store and _stored_steps(_store_of(run_dir, store))))
+
+
+def look_seconds(store: str | None) -> float:
+    """Seconds between two looks at a run that another process works on."""
+    return LOOK_SECONDS if store is None else LOOK_STORE_SECONDS
 
 
 def refresh_runs(runs_dir: Path, store: str | None) -> None:
@@ -210,11 +210,6 @@ def _store_of(run_dir: Path, store: str) -> ObjectStore:
     return ObjectStore(f"{store}/runs/{run_dir.name}", PATIENCE)
 
 
-def local_steps(run_dir: Path) -> set[int]:
-    """The steps of the complete checkpoints in a run folder."""
-    return {step for step, path in list_checkpoints(run_dir) if (path / MANIFEST).exists()}
-
-
 def complete_steps(keys: Iterable[str]) -> set[int]:
     """The steps of the checkpoints whose manifests are among the keys of a run."""
     return {int(match[1]) for key in keys if (match := COMPLETE.fullmatch(key))}
@@ -222,27 +217,6 @@ def complete_steps(keys: Iterable[str]) -> set[int]:
 
 def _stored_steps(store: ObjectStore) -> set[int]:
     return complete_steps(each.key for each in store.list_below(CHECKPOINTS))
-
-
-def _is_shared(key: str) -> bool:
-    """Whether a file or folder of a run is small, and of interest to other machines.
-
-    Keys from a store are checked by this too: none of them leaves the run folder.
-    """
-    parts = key.split("/")
-    hidden = any(not part or part.startswith(".") for part in parts)
-    return not hidden and OF_THIS_MACHINE.isdisjoint(parts) and parts[0] not in (MODEL, OWNER)
-
-
-def _small_files(run_dir: Path) -> list[str]:
-    """The files of a run that are copied one by one; the report's record last."""
-    found = []
-    for folder, folders, names in os.walk(run_dir):
-        below = Path(folder).relative_to(run_dir)
-        folders[:] = [name for name in folders if _is_shared((below / name).as_posix())]
-        keys = [(below / name).as_posix() for name in names]
-        found += [key for key in keys if _is_shared(key) and not (run_dir / key).is_symlink()]
-    return sorted(found, key=lambda key: (key == EVALUATION, key))
 
 
 def _state(path: Path) -> list[int]:
@@ -270,7 +244,7 @@ def _get_files(
     def is_wanted(each: StoredObject) -> bool:
         is_same = synced.get(each.key, [None])[0] == each.version.etag
         is_new = not (is_same and (run_dir / each.key).is_file())
-        return is_new and _is_shared(each.key) and (not only or each.key in only)
+        return is_new and is_shared(each.key) and (not only or each.key in only)
 
     if wanted := list(filter(is_wanted, objects)):
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -372,7 +346,7 @@ class _Mirror:
     def _put_files(self) -> None:
         synced = read_json_or_empty(self._run_dir / SYNCED)
         try:
-            for key in _small_files(self._run_dir):
+            for key in small_files(self._run_dir):
                 path = self._run_dir / key
                 with contextlib.suppress(FileNotFoundError):
                     state = _state(path)

@@ -22,16 +22,14 @@ from infini_model.config import Config, load_config
 from infini_model.runtime import owner, stored_runs
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, RunLostError, StoreError
-from infini_model.runtime.holders import Holder
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.owner import lost
-from infini_model.runtime.runs import is_finished, record_evaluation, run_holder
+from infini_model.runtime.runs import is_finished, local_steps, record_evaluation, run_holder
 from infini_model.runtime.storage import atomic_folder, dump_json, sha256
 from infini_model.runtime.stored_runs import (
     attach_unclaimed,
     complete_steps,
-    local_steps,
     refresh_run,
     refresh_runs,
 )
@@ -239,8 +237,7 @@ def test_a_store_that_is_gone_stops_nothing_and_gets_later_what_it_lacks(
         assert line.startswith("debug-1: step 8 and the newest files are not in s3://bucket-")
         assert "cannot be reached: connection refused" in line
         assert "infini resume debug-1" in line
-    run = config.run
-    with attach_unclaimed(run_dir, Holder.current(run_dir), run.store, keep=2):
+    with attach_unclaimed(run_dir, config):
         pass
     assert steps_of(stored(config)) == {6, 8}
 

@@ -58,7 +58,7 @@ def make_share(
 
 def _keys_of_share(wanted: RequestedDataset, listing: Listing, config: DataConfig) -> list[str]:
     """The keys of the partitions of a share, each once."""
-    number, count = config.share_of or (1, 1)
+    number, count = config.share_of
     share_of = divide_files(listing, config)
     own: dict[str, None] = {}
     common: dict[str, None] = {}

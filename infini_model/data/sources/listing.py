@@ -75,7 +75,7 @@ def list_sources(
             listed[name] = _list_source(source, raw_dir, progress)
     listing = Listing(sources=listed)
     facts, others = fact_cache(datasets_dir or output_dir / "datasets"), set[str]()
-    if config.share_of is not None:
+    if config.share is not None:
         share_of = divide_files(listing, config)
         _fingerprint_common(listing, share_of, config.share_of, facts)
         # All files decide which text a tokenizer is trained on.
@@ -110,7 +110,7 @@ def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:
     read by all shares, which divide their partitions. Sizes decide, so that the division is known
     before any file is read.
     """
-    _, count = config.share_of or (1, 1)
+    _, count = config.share_of
     target = config.partition_megabytes * MEBIBYTE
     alone = [part for part in listing.ranges if is_alone(part, target)]
     most = MOST_OF_A_SHARE * sum(map(text_of_file, alone)) / count

@@ -35,7 +35,6 @@ TINY = {
     "recall": "--steps 2 --batches 1 --seeds 5 --only linear --results {folder}/results.jsonl",
     "scale": "--largest 10000 --turns 1",
     "tokenize": "--megabytes 0.3 --vocab-size 300 --turns 1",
-    "tokenize --device": "cpu --megabytes 0.3 --vocab-size 300 --turns 1",
     "uptrain": f"--only 'residual, LoRA' --pretraining-steps 2 --steps 8 --seeds 0 {KEPT} {SMALL}",
     "uptrain --weights": (
         f"{{folder}}/llama --context 1536 --only 'memory alone' --steps 1 --seeds 0 {KEPT} "

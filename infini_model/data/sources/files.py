@@ -122,30 +122,37 @@ def local_version(stat: os.stat_result) -> str:
     return "-".join(map(str, fields))
 
 
-def local_files(paths: Iterable[str]) -> list[SourceFile]:
-    """Local files as they are now, not yet read. Raises `DataError` for one that is gone."""
+def local_files(paths: Iterable[str], facts: FactCache) -> list[SourceFile]:
+    """Local files as they are now, with the fingerprints that are known; none is read.
+
+    Raises `DataError` for one that is gone.
+    """
     found = []
     for path in paths:
         stat = _stat(path)
         version = local_version(stat)
-        found.append(SourceFile(address=path, bytes=stat.st_size, fingerprint="", version=version))
+        known = _fingerprint(facts.get(version))
+        found.append(
+            SourceFile(address=path, bytes=stat.st_size, fingerprint=known, version=version)
+        )
     return found
+
+
+def _fingerprint(checksum: str | None) -> str:
+    return "" if checksum is None else f"sha256:{checksum}"
 
 
 def fingerprint(
     files: Sequence[SourceFile], facts: FactCache, unread: Container[str] = ()
 ) -> list[SourceFile]:
-    """Files with the SHA-256 of those that are local, read only if that is no fact yet.
+    """Files with the fingerprints that are missing: SHA-256, read only if that is no fact yet.
 
     Of those whose addresses are in `unread` it stays empty then. Raises `DataError` that names an
     unreadable file.
     """
     known = {each.version: facts.get(each.version) for each in files if not each.fingerprint}
-    new = [
-        each
-        for each in files
-        if not each.fingerprint and known[each.version] is None and each.address not in unread
-    ]
+    lacking = (each for each in files if not each.fingerprint and known[each.version] is None)
+    new = [each for each in lacking if each.address not in unread]
     # To hand a small file to a thread takes longer than to read it.
     large = [each.address for each in new if each.bytes >= storage.SMALL_BYTES]
     with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
@@ -161,8 +168,8 @@ def fingerprint(
                 facts.put(each.version, found)
     return [
         each
-        if each.fingerprint or (checksum := known[each.version]) is None
-        else each.model_copy(update={"fingerprint": f"sha256:{checksum}"})
+        if each.fingerprint
+        else each.model_copy(update={"fingerprint": _fingerprint(known[each.version])})
         for each in files
     ]
 

@@ -34,6 +34,7 @@ from infini_model.data.sources.formats import format_of, whole_file
 from infini_model.data.sources.rows import Reading, path_in, text_columns
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
 
 
 def list_dataset(
-    source: HubSource, raw_dir: Path, progress: OnProgress | None = None
+    source: HubSource, raw_dir: Path, facts: FactCache, progress: OnProgress | None = None
 ) -> list[FileRange]:
     """The files of a configuration and split, in the order in which `datasets` reads them.
 
@@ -108,7 +109,7 @@ def list_dataset(
         commit = pin_repository(source.repository, source.revision, "dataset")
     if paths := _plain_files(source, commit):
         if commit is None:
-            files = local_files(paths)
+            files = local_files(paths, facts)
         else:
             files = _describe(source.repository, commit, paths)
         ranges = list(map(whole_file, files))
@@ -116,7 +117,7 @@ def list_dataset(
             return ranges
         if first := _first_rows(ranges, source.limit):
             return first
-    return list(map(whole_file, local_files(_fetch(source, commit, raw_dir, progress))))
+    return list(map(whole_file, local_files(_fetch(source, commit, raw_dir, progress), facts)))
 
 
 def _first_rows(files: Sequence[FileRange], limit: int) -> list[FileRange] | None:

@@ -68,13 +68,14 @@ def list_sources(
     Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
     retry may help; `UserError` on a full disk.
     """
+    facts = fact_cache(datasets_dir or output_dir / "datasets")
     listed: dict[str, list[FileRange]] = {}
     raw_dir = output_dir / "raw"
     for name, source in config.named_sources.items():
         with named_settings(name):
-            listed[name] = _list_source(source, raw_dir, progress)
+            listed[name] = _list_source(source, raw_dir, facts, progress)
     listing = Listing(sources=listed)
-    facts, others = fact_cache(datasets_dir or output_dir / "datasets"), set[str]()
+    others = set[str]()
     if config.share is not None:
         share_of = divide_files(listing, config)
         _fingerprint_common(listing, share_of, config.share_of, facts)
@@ -85,12 +86,12 @@ def list_sources(
             others -= {each for each in others if each.startswith(f"{raw_dir}/")}
     files = iter(fingerprint([part.file for part in listing.ranges], facts, others))
     facts.save()
-    return Listing(
-        sources={
-            name: [part.model_copy(update={"file": next(files)}) for part in ranges]
-            for name, ranges in listed.items()
-        }
-    )
+    for ranges in listed.values():
+        ranges[:] = [
+            part if (file := next(files)) is part.file else part.model_copy(update={"file": file})
+            for part in ranges
+        ]
+    return Listing(sources=listed)
 
 
 def _fingerprint_common(
@@ -134,18 +135,20 @@ def named_settings(source: str) -> Iterator[None]:
         raise type(error)(str(error).replace("data.source.", f"data.sources.{source}.")) from error
 
 
-def _list_source(source: Source, raw_dir: Path, progress: OnProgress | None) -> list[FileRange]:
+def _list_source(
+    source: Source, raw_dir: Path, facts: FactCache, progress: OnProgress | None
+) -> list[FileRange]:
     if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
-        return list_dataset(source, raw_dir, progress)
+        return list_dataset(source, raw_dir, facts, progress)
     paths = list_files(source, raw_dir, progress)
     stored = {
         file.address: file
         for pattern in filter(is_store, source.paths)
         for file in list_objects(pattern, source.format)
     }
-    files = [*(stored[address] for address in sorted(stored)), *local_files(paths)]
+    files = [*(stored[address] for address in sorted(stored)), *local_files(paths, facts)]
     return [whole_file(file, source.format) for file in files]
 
 

@@ -68,7 +68,7 @@ def listing(source, folder="", most=1 << 40):
 
     raw = pathlib.Path(folder or tempfile.mkdtemp())
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
-    found = list_dataset(HubSource(**source), raw, progress)
+    found = list_dataset(HubSource(**source), raw, facts, progress)
     files = fingerprint([one.file for one in found], facts)
     rows = [{"rows": one.rows} if one.rows else {} for one in found]
     return [file.model_dump() | most for file, most in zip(files, rows, strict=True)]
@@ -427,7 +427,7 @@ def test_a_split_is_streamed_into_bounded_files_and_goes_on_after_the_last(tmp_p
 
     def fetched(raw, progress=None, limit=60):
         source = HubSource(repository=str(folder), limit=limit)
-        files = list_dataset(source, raw, progress)
+        files = list_dataset(source, raw, FactCache(tmp_path / "kept.json"), progress)
         return rows_of(*files)
 
     def end(done, total):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from infini_model.data.tokenizers.gpu import MAX_MERGES, byte_of_character
-from infini_model.data.tokenizers.gpu.pretokenize import TextBytes, launch, upload
+from infini_model.data.tokenizers.gpu.pretokenize import PADDING, TextBytes, launch, upload
 from infini_model.data.tokenizers.tokenizer import Ragged, Texts
 
 # The longest words of the kernel's two sizes, and the symbols of one program.
@@ -39,9 +39,15 @@ class Words(NamedTuple):
         """The lengths in bytes of words int [n], as int64 [n]."""
         return (self.starts[which + 1] - self.starts[which]).long()
 
+    def content(self, which: torch.Tensor) -> torch.Tensor:
+        """The bytes of words int [n], one after another: uint8 [N]."""
+        lengths = self.lengths(which)
+        shift = (self.starts[which] - starts_of(lengths)[:-1]).repeat_interleave(lengths)
+        return self.text.padded[shift + torch.arange(len(shift), device=shift.device)]
+
 
 class Pool:
-    """A growing array on a device, whose memory doubles when it is full."""
+    """A growing array on a device, whose memory at least doubles when it is full."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(1 << 16, dtype=dtype, device=device)
@@ -51,13 +57,18 @@ class Pool:
         """Room for rows of these lengths, int64 [n]; returns where each starts, int64 [n]."""
         offsets = starts_of(lengths) + self.used
         last = int(offsets[-1])
-        # Chunks of 8 bytes are read two at a time.
-        if last >= len(self.values):
-            larger = self.values.new_zeros(2 * last)
+        if last + PADDING > len(self.values):
+            larger = self.values.new_zeros(triton.next_power_of_2(last + PADDING))
             larger[: self.used] = self.values[: self.used]
             self.values = larger
         self.used = last
         return offsets[:-1]
+
+    def append(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Keep rows of these lengths, one after another in `rows`; returns where each starts."""
+        firsts = self.reserve(lengths)
+        self.values[self.used - len(rows) : self.used] = rows
+        return firsts
 
 
 def starts_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -129,15 +140,11 @@ class WordModel:
 
     def _append(self, words: Words, which: torch.Tensor, pool: Pool) -> torch.Tensor:
         """The same on the host: the ids of a word are those of a text that consists of it alone."""
-        lengths = words.lengths(which)
-        offsets = starts_of(lengths)
-        shift = (words.starts[which] - offsets[:-1]).repeat_interleave(lengths)
-        data = words.text.padded[shift + torch.arange(len(shift), device=shift.device)]
-        buffers = [pa.py_buffer(part.cpu().numpy()) for part in (offsets.int(), data)]
+        offsets, data = starts_of(words.lengths(which)).int(), words.content(which)
+        buffers = [pa.py_buffer(part.cpu().numpy()) for part in (offsets, data)]
         ids, ends = self._encode_on_host(pa.StringArray.from_buffers(len(which), *buffers))
         counts = torch.from_numpy(np.diff(ends)).to(which.device)
-        firsts = pool.reserve(counts)
-        pool.values[pool.used - len(ids) : pool.used] = torch.from_numpy(ids).to(which.device)
+        firsts = pool.append(torch.from_numpy(ids).to(which.device), counts)
         return values_of(torch.where(counts == 1, pool.values[firsts].long(), firsts), counts)
 
 

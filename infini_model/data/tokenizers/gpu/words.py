@@ -51,7 +51,7 @@ class WordTable:
         """Remove every word but those of the model."""
         self._table.zero_()
         self._ids = Pool(torch.int32, self._device)
-        self._kept = Pool(torch.int64, self._device)
+        self._kept = Pool(torch.uint8, self._device)
         self.words, self._lasting = 0, 0
         if self._model.whole is not None:
             words, values = self._model.whole
@@ -96,7 +96,8 @@ class WordTable:
         count = len(words) if listed is None else len(listed)
         missing, missed = words.starts.new_empty(count), words.starts.new_zeros(1)
         where = words.starts if listed is None else listed
-        arguments = count, self._slots - 1, self._kept.values, values, missing, missed
+        kept = self._kept.values.view(torch.int64)
+        arguments = count, self._slots - 1, kept, values, missing, missed
         shared = self._shared(words, where)
         launch(probe, count, WORDS, *shared, *arguments, LISTED=listed is not None, WORDS=WORDS)
         return missing[: int(missed)]
@@ -123,11 +124,12 @@ class WordTable:
     def _fill(
         self, words: Words, new: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Write distinct words with their values into the slots that they claimed."""
+        """Complete the slots that distinct words have claimed, by their values and places."""
         lengths = words.lengths(new)
-        chunks = self._kept.reserve(torch.where(lengths > MAX_EXACT_BYTES, (lengths + 7) >> 3, 0))
-        arguments = len(new), self._kept.values, slots, values, chunks
-        launch(fill, len(new), WORDS, *self._shared(words, new), *arguments, WORDS=WORDS)
+        hashed = lengths > MAX_EXACT_BYTES
+        content = words.content(new[hashed])
+        places = self._kept.append(content, torch.where(hashed, lengths, 0))
+        self._table[slots, 2:] = torch.stack([values, places << 9 | lengths], 1)
         self.words += len(new)
 
 
@@ -259,7 +261,7 @@ def claim(
     slots: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
-    """Claim a slot for each of the words `listed`, which are not in the table.
+    """Claim a slot for each of the words `listed`, which are not in the table, and write its key.
 
     `slots` int32 [count] is the slot, or −1 where an equal word of the list has claimed it.
     """
@@ -274,6 +276,8 @@ def claim(
         value = tl.atomic_cas(table + at * _ROW + 2, free, claimed, sem="relaxed")
         won = active & (value == 0)
         slot = tl.where(won, at.to(tl.int32), slot)
+        tl.store(table + at * _ROW, low, won)
+        tl.store(table + at * _ROW + 1, high, won)
         taken = active & (value < 0)
         other = tl.where(taken, -1 - value, 0).to(tl.int32)
         there = tl.load(starts + other, taken, other=0)
@@ -282,42 +286,6 @@ def claim(
         active = active & ~won & ~same
         at = (at + 1) & last
     tl.store(slots + index, slot, index < count)
-
-
-@triton.jit
-def fill(
-    table: tl.tensor,
-    multiplier: tl.tensor,
-    text: tl.tensor,
-    starts: tl.tensor,
-    listed: tl.tensor,
-    count: tl.tensor,
-    kept: tl.tensor,
-    slots: tl.tensor,
-    values: tl.tensor,
-    chunks: tl.tensor,
-    WORDS: tl.constexpr,
-) -> None:
-    """Write the words `listed` with their `values` int64 [count] into the slots they claimed.
-
-    The bytes of words whose key is a hash go to `kept` int64, from the chunk that `chunks` int64
-    [count] names.
-    """
-    index, active, _, start, length = listed_words(starts, listed, count, True, WORDS)
-    low, high = _key(text, start, length, active, multiplier)
-    place = tl.load(chunks + index, active, other=0)
-    slot = table + tl.load(slots + index, active, other=0).to(tl.int64) * _ROW
-    tl.store(slot, low, active)
-    tl.store(slot + 1, high, active)
-    tl.store(slot + 2, tl.load(values + index, active, other=0), active)
-    tl.store(slot + 3, (place << 12) | length, active)
-    length = tl.where(active & (length > _EXACT), length, 0)
-    done = 0
-    longest = tl.max(length)
-    while done < longest:
-        chunk = _chunk(text, start + done, length - done).to(tl.int64, bitcast=True)
-        tl.store(kept + place + done // 8, chunk, done < length)
-        done += 8
 
 
 @triton.jit

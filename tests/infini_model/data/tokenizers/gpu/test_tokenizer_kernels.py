@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from infini_model.data.tokenizers.gpu import merges, pretokenize, words
 
-NUMBERS = ("text", "table", "kept", "values", "pairs", "offsets", "firsts", "chunks", "places")
+NUMBERS = ("text", "table", "kept", "values", "pairs", "offsets", "firsts", "places")
 TYPES = {
     **dict.fromkeys(NUMBERS, "*i64"),
     **dict.fromkeys(("kinds", "prefixes", "blocks", "candidates"), "*u8"),
@@ -34,7 +34,7 @@ KERNELS = {
     pretokenize.cut: BYTES | {"DIGITS": 3},
     words.probe: WORDS | {"LISTED": True},
     merges.merge: {"LENGTH": LONGEST, "WORDS": merges.SYMBOLS // LONGEST},
-    **dict.fromkeys((words.claim, words.fill, words.emit), WORDS),
+    **dict.fromkeys((words.claim, words.emit), WORDS),
 }
 H100 = 90
 OTHERS = [(merges.merge, 80), (merges.merge, 100)]

@@ -205,8 +205,9 @@ def classify(
 
 
 @triton.jit
-def _is_lone(before: tl.tensor, here: tl.tensor, first: tl.tensor) -> tl.tensor:
+def _is_lone(before: tl.tensor, here: tl.tensor) -> tl.tensor:
     """Whether a character of class OTHER starts a run, with no space of its document before it."""
+    first = (here & _FIRST) != 0
     border = first | ((before & _CLASS) != _OTHER)
     spaced = ~first & ((before & _KIND) == _SPACE)
     return ((here & _CLASS) == _OTHER) & border & ~spaced
@@ -219,19 +220,12 @@ def _within(kind: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _is_short(before: tl.tensor, here: tl.tensor, one: tl.tensor) -> tl.tensor:
-    """Whether an apostrophe and one letter are a contraction."""
-    mark = ((here & _KIND) == _APOSTROPHE) & _is_lone(before, here, (here & _FIRST) != 0)
-    return mark & (_within(one) == _ALONE)
-
-
-@triton.jit
-def _is_long(before: tl.tensor, here: tl.tensor, one: tl.tensor, two: tl.tensor) -> tl.tensor:
-    """Whether an apostrophe and two letters are a contraction."""
-    mark = ((here & _KIND) == _APOSTROPHE) & _is_lone(before, here, (here & _FIRST) != 0)
+def _contractions(before: tl.tensor, here: tl.tensor, one: tl.tensor, two: tl.tensor) -> tl.tensor:
+    """Tell if an apostrophe and one letter are a contraction, and if it and two letters are."""
+    mark = ((here & _KIND) == _APOSTROPHE) & _is_lone(before, here)
     one, two = _within(one), _within(two)
     same = (one == _TWICE) & (two == _TWICE)
-    return mark & (same | ((one == _BEFORE_E) & (two == _E)))
+    return mark & (one == _ALONE), mark & (same | ((one == _BEFORE_E) & (two == _E)))
 
 
 @triton.jit
@@ -319,7 +313,7 @@ def cut(
         previous = tl.where((last2 & _CONTINUED) == 0, last2, previous)
         earlier = tl.where((last & _CONTINUED) == 0, last2, earlier)
         previous = tl.where((last & _CONTINUED) == 0, last, previous)
-        lone = _is_lone(earlier, previous, (previous & _FIRST) != 0)
+        lone = _is_lone(earlier, previous)
         taken = (number == _LETTER) & ~first & ((before == _WHITE) | lone)
         # OTHERs take the space before and the newlines after them; newlines the blanks before.
         taken = taken | ((number == _OTHER) & spaced)
@@ -329,9 +323,9 @@ def cut(
         found = found & ~_is_between_newlines(kinds, at, blanks)
         _mark_groups(kinds, starts, at, begins & border & (number == _NUMBER), DIGITS)
     # A contraction is a word, if its apostrophe is not part of another one.
-    hidden = _is_short(last2, last, here) | _is_long(last2, last, here, next1)
-    wide = (last & _CONTINUED) != 0
-    after = _is_long(last4, last3, last2, last) | tl.where(
-        wide, _is_short(last4, last3, last2), _is_short(last3, last2, last)
-    )
-    tl.store(starts + at, 1, begins & ((found & ~hidden) | after))
+    short, long = _contractions(last2, last, here, next1)
+    found = found & ~(short | long)
+    wide, long = _contractions(last4, last3, last2, last)
+    short, _ = _contractions(last3, last2, last, here)
+    after = long | tl.where((last & _CONTINUED) != 0, wide, short)
+    tl.store(starts + at, 1, begins & (found | after))

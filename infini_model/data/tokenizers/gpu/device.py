@@ -35,7 +35,7 @@ import torch
 from infini_model.data.sources.text import string_buffers
 from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.gpu import Tokens, UnsupportedTokenizerError, check_supported
-from infini_model.data.tokenizers.gpu.merges import WordModel, Words, starts_of
+from infini_model.data.tokenizers.gpu.merges import WordModel, Words, rows_of, starts_of
 from infini_model.data.tokenizers.gpu.pretokenize import PreTokenizer, upload
 from infini_model.data.tokenizers.gpu.words import WordTable
 from infini_model.data.tokenizers.tokenizer import PROBE, Ragged, Texts, Tokenizer, as_array
@@ -136,18 +136,16 @@ class DeviceTokenizer(BPETokenizer):
             most = min(self.batch_bytes, _MAX_BYTES)
             fits = np.searchsorted(offsets, int(offsets[start]) + most, side="right")
             end = max(int(fits) - 1, start + 1)
-            if int(offsets[end] - offsets[start]) > _MAX_BYTES:
-                yield self._encode_on_host(texts.slice(start, 1), "too long")
-                start = end
-                continue
+            size, some = int(offsets[end] - offsets[start]), texts.slice(start, end - start)
             try:
-                yield self._encode(texts.slice(start, end - start))
+                too_long = size > _MAX_BYTES
+                yield self._encode_on_host(some, "too long") if too_long else self._encode(some)
             except torch.OutOfMemoryError:
                 if end > start + 1:
-                    self.batch_bytes = max(1, int(offsets[end] - offsets[start]) // 2)
+                    self.batch_bytes = max(1, size // 2)
                     log.info("%s: out of memory: halving the batch size", self.device)
                     continue
-                yield self._encode_on_host(texts.slice(start, 1), "out of memory")
+                yield self._encode_on_host(some, "out of memory")
             start = end
 
     def _encode_on_host(self, texts: pa.StringArray, reason: str) -> Tokens:
@@ -172,17 +170,13 @@ class DeviceTokenizer(BPETokenizer):
         if not len(documents):
             return tokens
         ragged = super().encode_batch(texts.take(pa.array(documents)))
+        theirs = Tokens(*(torch.from_numpy(part).to(self.device) for part in ragged))
         which = torch.from_numpy(documents).to(self.device)
-        before = tokens.offsets.diff()
-        after = before.clone()
-        after[which] = torch.from_numpy(ragged.offsets).diff().to(self.device)
-        kept = torch.ones_like(before, dtype=torch.bool)
-        kept[which] = False
-        where = kept.repeat_interleave(after)
-        ids = tokens.ids.new_empty(len(where))
-        ids[where] = tokens.ids[kept.repeat_interleave(before)]
-        ids[~where] = torch.from_numpy(ragged.ids).to(self.device)
-        return Tokens(ids, starts_of(after))
+        firsts, lengths = tokens.offsets[:-1].clone(), tokens.offsets.diff()
+        firsts[which] = theirs.offsets[:-1] + len(tokens.ids)
+        lengths[which] = theirs.offsets.diff()
+        ids = rows_of(torch.cat([tokens.ids, theirs.ids]), firsts, lengths)
+        return Tokens(ids, starts_of(lengths))
 
 
 def put_on_device(tokenizer: Tokenizer, device: str) -> DeviceTokenizer:

@@ -41,9 +41,7 @@ class Words(NamedTuple):
 
     def content(self, which: torch.Tensor) -> torch.Tensor:
         """The bytes of words int [n], one after another: uint8 [N]."""
-        lengths = self.lengths(which)
-        shift = (self.starts[which] - starts_of(lengths)[:-1]).repeat_interleave(lengths)
-        return self.text.padded[shift + torch.arange(len(shift), device=shift.device)]
+        return rows_of(self.text.padded, self.starts[which], self.lengths(which))
 
 
 class Pool:
@@ -74,6 +72,12 @@ class Pool:
 def starts_of(lengths: torch.Tensor) -> torch.Tensor:
     """The offsets of rows with these lengths [n]: int64 [n + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def rows_of(values: torch.Tensor, firsts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The rows of `values` that begin at `firsts` [n], of these lengths [n], one after another."""
+    shift = (firsts - starts_of(lengths)[:-1]).repeat_interleave(lengths)
+    return values[shift + torch.arange(len(shift), device=shift.device)]
 
 
 def values_of(firsts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

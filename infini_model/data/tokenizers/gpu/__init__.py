@@ -99,14 +99,14 @@ def _check_model(model: Mapping[str, Any]) -> None:
 
 def _digits(tree: Mapping[str, Any]) -> int:
     """The entry of `DIGITS` of a pre-tokenizer, which must be ByteLevel with or without a Split."""
-    steps = _steps(tree["pre_tokenizer"])
-    expression = None
+    whole = tree["pre_tokenizer"] or {"type": "none"}
+    steps, expression = whole.get("pretokenizers", [whole]), None
     if len(steps) == 2 and steps[0]["type"] == "Split":
         split, *steps = steps
         if split["behavior"] != "Isolated" or split["invert"]:
             raise _unsupported(f"pre-tokenizer Split with behavior {split['behavior']}")
         expression = split["pattern"].get("Regex")
-    names = " and ".join(step["type"] for step in steps) or "none"
+    names = " and ".join(step["type"] for step in steps)
     if names != "ByteLevel":
         raise _unsupported(f"pre-tokenizer {names}")
     (byte_level,) = steps
@@ -119,11 +119,3 @@ def _digits(tree: Mapping[str, Any]) -> int:
     if expression not in DIGITS:
         raise _unsupported(f"pre-tokenizer Split by {expression!r}")
     return DIGITS[expression]
-
-
-def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if pre_tokenizer is None:
-        return []
-    if pre_tokenizer["type"] == "Sequence":
-        return [step for one in pre_tokenizer["pretokenizers"] for step in _steps(one)]
-    return [pre_tokenizer]

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
+from infini_model.data.sources.files import brief
 from infini_model.data.sources.text import string_buffers
 from infini_model.data.tokenizers.stated import (
     END_OF_TEXT,
@@ -89,7 +90,7 @@ class BPETokenizer:
         try:
             self._reference = Reference.from_str(text)
         except Exception as error:  # `tokenizers` raises bare Exceptions
-            raise DataError(f"{spec}: is not a tokenizer.json: {_first_line(error)}") from error
+            raise DataError(f"{spec}: is not a tokenizer.json: {brief(error)}") from error
         # A file may enable truncation or padding; a corpus needs neither.
         self._reference.no_truncation()
         self._reference.no_padding()
@@ -302,7 +303,7 @@ def checked_gigatoken(tokenizer: BPETokenizer) -> Any:
         fast = Fast.from_json(tokenizer.text)
         ragged = _encode_fast(fast, as_array(list(PROBE)), parallel=False)
     except Exception as error:  # noqa: BLE001 -- whatever it cannot do, `tokenizers` can
-        log.info("%s: not using gigatoken: %s", tokenizer.spec, _first_line(error))
+        log.info("%s: not using gigatoken: %s", tokenizer.spec, brief(error))
         return None
     rows = np.split(ragged.ids, ragged.offsets[1:-1])
     if all(tokenizer.same_ids(text.encode(), ids) for text, ids in zip(PROBE, rows, strict=True)):
@@ -344,10 +345,6 @@ def _encode_fast(fast: Any, texts: pa.StringArray, *, parallel: bool | None) -> 
         np.asarray(layout.content.data).view(np.int32),
         np.asarray(layout.offsets.data, dtype=np.int64),
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer:

@@ -70,7 +70,7 @@ class TokenizerStore:
         """Keep a tokenizer, in place of a copy that is damaged. Raises `UserError`."""
         if not isinstance(tokenizer, BPETokenizer):
             return  # that of bytes is known by its name
-        path = self._folder(tokenizer.fingerprint) / TOKENIZER_FILE
+        path = self.folder_of(tokenizer.fingerprint) / TOKENIZER_FILE
         content = tokenizer.text.encode()
         with self.lock(path.parent.name):
             is_new = not path.is_file() or path.read_bytes() != content
@@ -97,12 +97,12 @@ class TokenizerStore:
         except DataError:
             if self._store is None or spec == "bytes":
                 raise
-        path = self._folder(fingerprint) / TOKENIZER_FILE
+        path = self.folder_of(fingerprint) / TOKENIZER_FILE
         self._store.download(f"{path.parent.name}/{TOKENIZER_FILE}", path)
         return self._load_here(fingerprint, spec, eos_token_id)
 
     def _load_here(self, fingerprint: str, spec: str, eos_token_id: int | None) -> Tokenizer:
-        folder = self._folder(fingerprint)
+        folder = self.folder_of(fingerprint)
         tokenizer = load_saved(folder, spec, eos_token_id)
         if tokenizer.fingerprint != fingerprint:
             raise DataError(f"{folder / TOKENIZER_FILE}: is not the tokenizer that was kept there")
@@ -142,13 +142,9 @@ class TokenizerStore:
         first = None if written else self.read_pin(name)[0]
         return first or pinned
 
-    def _folder(self, fingerprint: str) -> Path:
-        return self.folder / folder_name(fingerprint)
-
-
-def folder_name(fingerprint: str) -> str:
-    """The folder of a tokenizer among those that are kept."""
-    return fingerprint[:32]
+    def folder_of(self, fingerprint: str) -> Path:
+        """The folder of a tokenizer among those that are kept."""
+        return self.folder / fingerprint[:32]
 
 
 def dataset_tokenizer(
@@ -207,7 +203,7 @@ def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None
     except DataError as error:
         if isinstance(error, StoreError) and not isinstance(error, ObjectMissingError):
             raise
-        place = kept.folder / folder_name(pin.fingerprint)
+        place = kept.folder_of(pin.fingerprint)
         log.warning("%s: %s; training the tokenizer again", place, error)
         return None
 

@@ -107,36 +107,19 @@ class PreTokenizer:
         return torch.cat([starts.nonzero().view(-1), end]).int(), candidates.nonzero().view(-1)
 
 
+@functools.cache
 def _kinds(*, like_llama: bool) -> np.ndarray:
     """The kind of every code point: uint8 [0x110000].
 
-    Llama 3 distinguishes CR and LF from other white space, and its contractions are case
-    insensitive, where U+017F (ſ) counts as s.
-    """
-    table = _classes().copy()
-    if not like_llama:
-        table[table == NEWLINE] = WHITE
-    table[ord(" ")] = SPACE
-    table[ord("'")] = APOSTROPHE
-    for kind, letters in _CONTRACTED.items():
-        folded = letters + letters.upper() if like_llama else letters
-        table[[ord(letter) for letter in folded]] = kind
-    if like_llama:
-        table[0x17F] = ALONE
-    return table
-
-
-@functools.cache
-def _classes() -> np.ndarray:
-    """The class of every code point, NEWLINE for CR and LF alone: uint8 [0x110000].
-
-    Those of the installed `tokenizers`, since Python's tables may be of another version of Unicode.
-    They are not part of a dataset's key: if they are correct, the ids are those of `tokenizers`.
+    Classes are those of the installed `tokenizers`, since Python's tables may be of another version
+    of Unicode. They are not part of a dataset's key: if they are correct, the ids are those of
+    `tokenizers`. Llama 3 distinguishes CR and LF from other white space, and its contractions are
+    case insensitive, where U+017F (ſ) counts as s.
     """
     from tokenizers import Regex
     from tokenizers.normalizers import Replace
 
-    classes = np.full(CODE_POINTS, OTHER, np.uint8)
+    kinds = np.full(CODE_POINTS, OTHER, np.uint8)
     # All code points except surrogates, which are not characters.
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, CODE_POINTS))))
     blocks = [characters[start : start + 4096] for start in range(0, len(characters), 4096)]
@@ -145,9 +128,14 @@ def _classes() -> np.ndarray:
         left = "".join(map(erase.normalize_str, blocks))
         matching = np.ones(CODE_POINTS, bool)
         matching[np.frombuffer(left.encode("utf-32-le"), np.uint32)] = False
-        classes[matching] = number
-    classes[[ord("\r"), ord("\n")]] = NEWLINE
-    return classes
+        kinds[matching] = number
+    kinds[[ord(" "), ord("'")]] = SPACE, APOSTROPHE
+    for kind, letters in _CONTRACTED.items():
+        folded = letters + letters.upper() if like_llama else letters
+        kinds[[ord(letter) for letter in folded]] = kind
+    if like_llama:
+        kinds[[ord("\r"), ord("\n"), ord("ſ")]] = NEWLINE, NEWLINE, ALONE
+    return kinds
 
 
 _CLASS, _KIND = tl.constexpr(CLASS), tl.constexpr(FIRST - 1)

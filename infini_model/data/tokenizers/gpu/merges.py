@@ -167,11 +167,16 @@ def _whole_words(vocab: Mapping[str, int], device: torch.device) -> tuple[Words,
 
 
 def _hash_table(found: Mapping[int, int]) -> np.ndarray:
-    """Open addressing by `mix`, at most half full: int64 [a power of two, 2], −1 where free."""
+    """Open addressing by `mix`, at most half full: int64 [a power of two, 2], −1 where free.
+
+    It mixes here as the function of this name does in the kernels.
+    """
     table = np.full((triton.next_power_of_2(2 * len(found) + 1), 2), -1)
     keys = np.fromiter(found.keys(), np.int64, len(found))
-    at = _mix(keys.view(np.uint64)) & np.uint64(len(table) - 1)
-    at = at.astype(np.int64)
+    mixed = keys.view(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(MULTIPLIER)
+    mixed ^= mixed >> np.uint64(29)
+    at = (mixed & np.uint64(len(table) - 1)).astype(np.int64)
     pending = np.arange(len(keys))
     while len(pending):
         free = pending[table[at[pending], 0] == -1]
@@ -181,13 +186,6 @@ def _hash_table(found: Mapping[int, int]) -> np.ndarray:
         at[pending] = (at[pending] + 1) & (len(table) - 1)
     table[at, 1] = np.fromiter(found.values(), np.int64, len(found))
     return table
-
-
-def _mix(numbers: np.ndarray) -> np.ndarray:
-    """The function of this name in the kernels."""
-    mixed: np.ndarray = (numbers ^ (numbers >> np.uint64(31))) * np.uint64(MULTIPLIER)
-    mixed ^= mixed >> np.uint64(29)
-    return mixed
 
 
 @triton.jit

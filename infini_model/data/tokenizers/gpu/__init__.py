@@ -99,14 +99,14 @@ def _check_model(model: Mapping[str, Any]) -> None:
 
 def _digits(tree: Mapping[str, Any]) -> int:
     """The entry of `DIGITS` of a pre-tokenizer, which must be ByteLevel with or without a Split."""
-    whole = tree["pre_tokenizer"] or {"type": "none"}
+    whole = tree["pre_tokenizer"] or {"pretokenizers": []}
     steps, expression = whole.get("pretokenizers", [whole]), None
     if len(steps) == 2 and steps[0]["type"] == "Split":
         split, *steps = steps
         if split["behavior"] != "Isolated" or split["invert"]:
             raise _unsupported(f"pre-tokenizer Split with behavior {split['behavior']}")
         expression = split["pattern"].get("Regex")
-    names = " and ".join(step["type"] for step in steps)
+    names = " and ".join(step["type"] for step in steps) or "none"
     if names != "ByteLevel":
         raise _unsupported(f"pre-tokenizer {names}")
     (byte_level,) = steps

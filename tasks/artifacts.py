@@ -18,11 +18,7 @@ from uuid import UUID
 from prefect.artifacts import Artifact, MarkdownArtifact, ProgressArtifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-)
+from prefect.client.schemas.filters import ArtifactFilter
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.utilities.context import get_task_and_flow_run_ids
@@ -61,7 +57,8 @@ class LiveArtifact:
         """Create or update it. Raises what Prefect's client raises."""
         artifact.key = self._key
         client = get_client(sync_client=True)
-        self._id = self._id or _find(client, self._key)
+        _, flow_run_id = get_task_and_flow_run_ids()
+        self._id = self._id or find(client, flow_run_id, self._key)
         if self._id is None:
             self._id = artifact.create(_sync=True).id  # type: ignore[call-arg, union-attr]
             return
@@ -71,16 +68,12 @@ class LiveArtifact:
         )
 
 
-def _find(client: SyncPrefectClient, key: str) -> UUID | None:
-    """The artifact that this flow run already has under a key."""
-    _, flow_run_id = get_task_and_flow_run_ids()
+def find(client: SyncPrefectClient, flow_run_id: UUID | None, key: str) -> UUID | None:
+    """The artifact that a flow run already has under a key."""
     if flow_run_id is None:
         return None
-    wanted = ArtifactFilter(
-        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
-        key=ArtifactFilterKey(any_=[key]),
-    )
-    found = client.read_artifacts(artifact_filter=wanted, limit=1)
+    wanted = {"flow_run_id": {"any_": [flow_run_id]}, "key": {"any_": [key]}}
+    found = client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(wanted), limit=1)
     return found[0].id if found else None
 
 
@@ -122,8 +115,8 @@ def show_folder(key: str, folder: Path, description: str) -> None:
 def remove(key: str) -> None:
     """Remove the artifact that an earlier attempt of this flow run left under a key."""
     with warn_on_error(f"removal of artifact {key!r}"):
-        client = get_client(sync_client=True)
-        if found := _find(client, key):
+        client, (_, flow_run_id) = get_client(sync_client=True), get_task_and_flow_run_ids()
+        if found := find(client, flow_run_id, key):
             client.delete_artifact(found)
 
 

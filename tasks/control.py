@@ -18,28 +18,18 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-    FlowRunFilter,
-    FlowRunFilterId,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-    TaskRunFilterSubFlowRuns,
-)
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, StateType
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Completed, Running, Suspended
 
 from infini_model.runtime.processes import deferred_signals
 from infini_model.runtime.runs import is_finished, read_run
-from tasks.artifacts import warn_on_error
+from tasks.artifacts import find, warn_on_error
 from tasks.failures import FIRST, KEY
-from tasks.flow_run import current_owner
+from tasks.flow_run import current_flow_run, current_owner, retried_flow_run
 
 POLL_SECONDS = 2.0
 
@@ -127,11 +117,11 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
     "step 120 is saved". A SIGTERM during a cancellation, which is how a worker ends its engines, is
     handled in the same way; any other one is re-raised.
     """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    current = current_flow_run()
+    if current is None:
         yield lambda: None
         return
-    watch = _Watch(context.flow_run)
+    watch = _Watch(current)
     watch.start()
     try:
         yield watch.stop
@@ -208,11 +198,8 @@ def end(
     last: who is interrupted begins again. Raises what Prefect's client raises.
     """
     end_tasks(client, flow_run, state)
-    earlier = ArtifactFilter(
-        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run.id]), key=ArtifactFilterKey(any_=[KEY])
-    )
-    for artifact in client.read_artifacts(artifact_filter=earlier):
-        client.delete_artifact(artifact.id)
+    if earlier := find(client, flow_run.id, KEY):
+        client.delete_artifact(earlier)
     if explanation is not None:
         failure = ArtifactCreate(key=KEY, type="markdown", data=explanation)
         failure.description, failure.flow_run_id = f"{FIRST}: {state.message}", flow_run.id
@@ -222,11 +209,11 @@ def end(
 
 def end_earlier_tasks() -> None:
     """End the tasks of earlier engines of the current flow run, such as one that was suspended."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.flow_run.run_count <= 1:
+    current = retried_flow_run()
+    if current is None:
         return
     with warn_on_error("end of earlier tasks"), get_client(sync_client=True) as client:
-        end_tasks(client, context.flow_run, Cancelled(message="A later attempt takes its place"))
+        end_tasks(client, current, Cancelled(message="A later attempt takes its place"))
 
 
 def end_tasks(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> None:
@@ -234,12 +221,13 @@ def end_tasks(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Non
 
     One that stands for a subflow has the state of that.
     """
-    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
-    kinds = TaskRunFilterStateType(any_=[*(set(StateType) - TERMINAL_STATES)])
-    unfinished = TaskRunFilter(
-        state=TaskRunFilterState(type=kinds), subflow_runs=TaskRunFilterSubFlowRuns(exists_=False)
-    )
-    for task_run in client.read_task_runs(flow_run_filter=of_run, task_run_filter=unfinished):
+    kinds = {"type": {"any_": list(set(StateType) - TERMINAL_STATES)}}
+    for task_run in client.read_task_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run.id]}}),
+        task_run_filter=TaskRunFilter.model_validate(
+            {"state": kinds, "subflow_runs": {"exists_": False}}
+        ),
+    ):
         client.set_task_run_state(task_run.id, like(state), force=True)
 
 

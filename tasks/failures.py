@@ -21,7 +21,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect.artifacts import MarkdownArtifact
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Failed
@@ -34,7 +33,7 @@ from infini_model.training.memory_estimate import SMALLER, Machine, advice
 from infini_model.training.model_shape import UnknownShapeError, known_shape, with_vocabulary
 from infini_model.training.run_status import saved_step
 from tasks import artifacts
-from tasks.flow_run import library_logged
+from tasks.flow_run import current_flow_run, library_logged, retried_flow_run
 
 EXPECTED = (UserError, ConnectionError, StageError, TimeoutError)
 KEY = "failure"
@@ -130,7 +129,7 @@ def _is_retried_in_ui() -> bool:
 
     Where there is no flow run, it is `infini serve` that speaks of one.
     """
-    return FlowRunContext.get() is None or _is_started_by_worker()
+    return current_flow_run() is None or _is_started_by_worker()
 
 
 def note_training(
@@ -201,7 +200,7 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_retried():
+        if retried_flow_run():
             artifacts.remove(KEY)
         try:
             with library_logged():
@@ -220,11 +219,6 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
             send_logs()
 
     return wrapper
-
-
-def _is_retried() -> bool:
-    context = FlowRunContext.get()
-    return bool(context and context.flow_run and context.flow_run.run_count > 1)
 
 
 def send_logs() -> None:

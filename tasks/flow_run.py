@@ -41,14 +41,26 @@ def unwrapped(value: Any) -> Any:
     return list(map(unwrapped, value)) if isinstance(value, list) else value
 
 
+def current_flow_run() -> FlowRun | None:
+    """The innermost flow run that this thread executes, if there is one."""
+    context = FlowRunContext.get()
+    return None if context is None else context.flow_run
+
+
+def retried_flow_run() -> FlowRun | None:
+    """The current flow run, if an earlier engine has begun it."""
+    current = current_flow_run()
+    return current if current is not None and current.run_count > 1 else None
+
+
 def first_name() -> str:
     """Name a flow run after its flow and its preset or the run it resumes, until that is known.
 
     The name of an earlier attempt stays.
     """
-    context = FlowRunContext.get()
-    if context is not None and context.flow_run is not None and context.flow_run.run_count > 0:
-        return context.flow_run.name
+    current = current_flow_run()
+    if current is not None and current.run_count > 0:
+        return current.name
     given = unwrapped(flow_run.get_parameters())
     # Of what travels whole, such as a file over a preset.
     whole = given.get("advanced")
@@ -73,15 +85,15 @@ def name_flow_run(folder: str, *tags: str) -> None:
 
     A tag `kind:name` replaces one of its kind, which an earlier attempt may have left.
     """
-    context = FlowRunContext.get()
-    if context is None or context.flow is None or context.flow_run is None:
+    current = current_flow_run()
+    if current is None:
         return
-    name, kinds = f"{context.flow.name} {folder}", {_kind(tag) for tag in tags}
+    name, kinds = f"{flow_run.get_flow_name()} {folder}", {_kind(tag) for tag in tags}
     with warn_on_error("name of the run"):
         client = get_client(sync_client=True)
-        known = client.read_flow_run(context.flow_run.id).tags
+        known = client.read_flow_run(current.id).tags
         others = {tag for tag in known if _kind(tag) not in kinds}
-        client.update_flow_run(context.flow_run.id, name=name, tags=sorted({*others, *tags}))
+        client.update_flow_run(current.id, name=name, tags=sorted({*others, *tags}))
 
 
 def attempt() -> str:
@@ -90,9 +102,9 @@ def attempt() -> str:
     Prefect's count of runs would count as well how often it has waited.
     """
     number = 1
-    if flow_run.get_run_count() > 1 and (context := FlowRunContext.get()) and context.flow_run:
+    if current := retried_flow_run():
         with warn_on_error("number of the attempt"):
-            states = get_client(sync_client=True).read_flow_run_states(context.flow_run.id)
+            states = get_client(sync_client=True).read_flow_run_states(current.id)
             # Each engine begins from one of these, and waits from Running to Running.
             before = (StateType.SCHEDULED, StateType.PENDING)
             after = [new.type for old, new in itertools.pairwise(states) if old.type in before]
@@ -112,26 +124,26 @@ class Waiting:
 
     def update(self) -> None:
         """Show what has changed. Raises what Prefect's client raises."""
-        said, context = "", FlowRunContext.get()
+        said, current = "", current_flow_run()
         with contextlib.suppress(FileNotFoundError):
             said = self._note.read_text(encoding="utf-8")
-        if said == self._shown or context is None or context.flow_run is None:
+        if said == self._shown or current is None:
             return
-        client, number = get_client(sync_client=True), context.flow_run.id
-        state = client.read_flow_run(number).state
+        client = get_client(sync_client=True)
+        state = client.read_flow_run(current.id).state
         # It may have been suspended or cancelled meanwhile.
         if state is not None and state.is_running():
             now: State = Running(name="Waiting", message=said) if said else Running()
-            client.set_flow_run_state(number, now)
+            client.set_flow_run_state(current.id, now)
         self._shown = said
 
 
 def earlier_subflows(flow_name: str) -> list[FlowRun]:
     """The subflows of a flow that earlier attempts of the current flow run have begun."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.flow_run.run_count <= 1:
+    current = retried_flow_run()
+    if current is None:
         return []
-    within = {"parent_flow_run_id": {"any_": [context.flow_run.id]}}
+    within = {"parent_flow_run_id": {"any_": [current.id]}}
     with get_client(sync_client=True) as client:
         return client.read_flow_runs(
             flow_filter=FlowFilter.model_validate({"name": {"any_": [flow_name]}}),
@@ -150,10 +162,9 @@ def current_owner() -> Owner:
     A command in a terminal resumes interrupted runs with the same settings. A flow run of a
     deployment does not: those runs may be suspended, and are resumed or retried by themselves.
     """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    current = current_flow_run()
+    if current is None:
         return Owner()
-    current = context.flow_run
     return Owner(str(current.id), adopts=current.deployment_id is None)
 
 

@@ -3,12 +3,13 @@
 import logging
 import threading
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from commands import PATIENCE
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
-from flows.pipeline import pipeline
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.pictures import FOLDER
@@ -29,7 +30,7 @@ def test_a_failure_of_a_training_says_what_is_saved(
     config = load_config(overrides=[*shape, *launch])
 
     def said(error: Exception) -> str:
-        with FlowRunContext.model_construct(flow=pipeline, flow_run=None):
+        with FlowRunContext.model_construct(flow_run=FlowRun(flow_id=uuid4())):
             failures.note_training(error, config, dataset, tmp_path, [])
             return failures.reason(error)
 

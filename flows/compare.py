@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.artifacts import TableArtifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.parameters import form, settings
+from flows.parameters import as_flow
 from flows.pipeline import complete_run
 from flows.presets import Invocation
 from flows.print_comparison import comparison_rows, comparison_sentences, print_comparison
@@ -27,8 +27,8 @@ from infini_model.runtime.storage import content_key
 from tasks import artifacts
 from tasks.checks import check_gpus_of_evaluation, refresh_and_check_stores
 from tasks.download import download
-from tasks.failures import FIRST, report_failure
-from tasks.flow_run import FLOW, earlier_subflows, name_flow_run
+from tasks.failures import FIRST
+from tasks.flow_run import earlier_subflows, name_flow_run
 from tasks.shard import Dataset, known_dataset, shard, use_dataset
 from tasks.train import outcome
 from tasks.weights import fetch_weights
@@ -42,10 +42,7 @@ class Swept(NamedTuple):
     failure: str
 
 
-@form
-@flow(name="compare", **FLOW)
-@report_failure
-@settings
+@as_flow
 def compare(asked: Invocation) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
 
@@ -129,9 +126,7 @@ def _dataset_key(config: Config) -> str:
     return content_key(config.data_to_tokenize.model_dump(mode="json"))
 
 
-@flow(name="swept-run", **FLOW)
-@report_failure
-@settings
+@as_flow
 def swept_run(config: Config) -> State[dict[str, str]]:
     """One run of a sweep, as by `pipeline`; a finished one with this evaluation is reused.
 

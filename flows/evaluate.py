@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.parameters import form, settings
+from flows.parameters import as_flow
 from infini_model.config import Config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.runs import latest_run
 from infini_model.runtime.stored_runs import attach_unclaimed, refresh_runs
 from tasks import evaluate as stage
-from tasks.failures import report_failure
-from tasks.flow_run import FLOW, current_owner, name_flow_run
+from tasks.flow_run import current_owner, name_flow_run
 from tasks.shard import use_dataset
 
 
@@ -32,10 +30,7 @@ def _as_trained(config: Config, run_dir: Path) -> Config:
     return trained.updated(run=places, launch=config.launch, stages=config.stages)
 
 
-@form
-@flow(name="evaluate", **FLOW)
-@report_failure
-@settings
+@as_flow
 def evaluate(config: Config) -> State[dict[str, Any]]:
     """Evaluate the run `run.name`, or the newest one, with the model that it trained.
 

@@ -1,7 +1,7 @@
 """The parameters of a flow: a preset, the settings that people change, and `advanced` for the rest.
 
-`settings` gives a flow, whose function takes a `Config`, these parameters; the flow run turns them
-into a `Config` by `resolve`. `form` shows them in Prefect's UI: their JSON schema is taken from
+`as_flow` gives a flow, whose function takes a `Config`, these parameters; the flow run turns them
+into a `Config` by `invoked`. Prefect's UI shows them as a form: their JSON schema is taken from
 the configuration tree, so that Prefect rejects an invalid value on Submit; combinations that only
 the whole tree can reject fail the run in its first second. The parameters themselves are untyped:
 `infini_model.config` reports an invalid value in one line, Prefect in many.
@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from prefect.flows import Flow
+from prefect import Flow, flow
 from prefect.runtime import flow_run
 from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
@@ -27,7 +27,8 @@ from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored_runs import refresh_runs
 from tasks.control import end_earlier_tasks
-from tasks.flow_run import unwrapped
+from tasks.failures import report_failure
+from tasks.flow_run import FLOW, unwrapped
 
 R = TypeVar("R")
 Tree = dict[str, Any]
@@ -147,11 +148,6 @@ EXCLUSIVE = (
 def settings_of(flow_name: str) -> list[str]:
     """The names of the settings that a flow takes, in the order of the form."""
     return [name for name, setting in SETTINGS.items() if flow_name in setting.flows]
-
-
-def resolve(*given: Any, **named: Any) -> Config:
-    """The configuration of a flow's parameters. Raises as `invoked` does."""
-    return invoked(*given, **named).config
 
 
 def invoked(
@@ -315,16 +311,16 @@ def _signature(flow_name: str, annotations: Mapping[str, Any], empty: Any) -> in
     )
 
 
-def settings(function: Callable[[Any], R]) -> Callable[..., R]:
-    """Give a flow's function, which takes a `Config`, the parameters that `SETTINGS` lists for it.
+def as_flow(function: Callable[[Any], R]) -> Flow[..., R]:
+    """Make a flow of a function that takes a `Config`: with parameters, and reporting failures.
 
-    They are `preset`, the settings that name the flow, and `advanced`. A function of `asked` takes
-    the whole `Invocation`.
+    The parameters are `preset`, the settings that name the flow, and `advanced`. A function of
+    `asked` takes the whole `Invocation`.
     """
     takes_all = "asked" in inspect.signature(function).parameters
 
     @functools.wraps(function)
-    def flow_function(**parameters: Any) -> R:
+    def with_parameters(**parameters: Any) -> R:
         engine.mark_as_engine(flow_run.id)
         end_earlier_tasks()
         asked = invoked(**parameters)
@@ -332,19 +328,10 @@ def settings(function: Callable[[Any], R]) -> Callable[..., R]:
 
     name = function.__name__
     annotations = _annotations(name)
-    flow_function.__signature__ = _signature(name, annotations, None)  # type: ignore[attr-defined]
-    flow_function.__annotations__ = annotations
-    return flow_function
-
-
-def form(flow: Flow[..., R]) -> Flow[..., R]:
-    """Show a flow's settings in the UI as plain inputs that may be left empty.
-
-    With a default of null in the schema, each would be a choice between a type and "None", set to
-    "None". Prefect reads this signature for the schema, and the function's own for a run.
-    """
-    signature = inspect.signature(flow.fn)
-    annotations = {name: found.annotation for name, found in signature.parameters.items()}
-    shown = _signature(flow.name, annotations, MISSING)
-    flow.__signature__ = shown  # type: ignore[attr-defined]
-    return flow
+    with_parameters.__signature__ = _signature(name, annotations, None)  # type: ignore[attr-defined]
+    with_parameters.__annotations__ = annotations
+    made: Flow[..., R] = flow(**FLOW)(report_failure(with_parameters))
+    # Prefect reads this signature for the form, and the function's own for a run. With a default of
+    # null, each input would be a choice between a type and "None", set to "None".
+    made.__signature__ = _signature(name, annotations, MISSING)  # type: ignore[attr-defined]
+    return made

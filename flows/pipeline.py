@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.parameters import form, settings
+from flows.parameters import as_flow
 from infini_model.config import Config
 from tasks.checks import check_gpus_of_evaluation, check_training_memory, refresh_and_check_stores
 from tasks.download import download
 from tasks.evaluate import completed, evaluate
-from tasks.failures import report_failure
-from tasks.flow_run import FLOW
 from tasks.shard import known_dataset, shard
 from tasks.train import train
 from tasks.weights import fetch_weights
 
 
-@form
-@flow(name="pipeline", **FLOW)
-@report_failure
-@settings
+@as_flow
 def pipeline(config: Config) -> State[dict[str, Any]]:
     """Download, shard, train and evaluate; an interrupted run is resumed.
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.parameters import form, settings
+from flows.parameters import as_flow
 from infini_model.config import Config
 from tasks.checks import check_stores
 from tasks.clean import clean
 from tasks.download import download
-from tasks.failures import EXPECTED, reason, report_failure
-from tasks.flow_run import FLOW, name_flow_run
+from tasks.failures import EXPECTED, reason
+from tasks.flow_run import name_flow_run
 from tasks.shard import build_dataset, share_made, use_dataset
 from tasks.stage import run_with_retries
 
@@ -30,10 +30,7 @@ def clean_up(config: Config) -> None:
         get_run_logger().warning("Older datasets were not removed: %s", reason(error))
 
 
-@form
-@flow(name="preprocess", **FLOW)
-@report_failure
-@settings
+@as_flow
 def preprocess(config: Config) -> State[dict[str, Any]]:
     """Download and shard. Returns the dataset's folder and key, and whether it was reused.
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.parameters import form, settings
+from flows.parameters import as_flow
 from infini_model.config import Config
 from tasks import train as stage
 from tasks.checks import check_training_memory, refresh_and_check_stores
 from tasks.control import end_predecessors
-from tasks.failures import report_failure
-from tasks.flow_run import FLOW
 from tasks.shard import use_dataset
 from tasks.weights import fetch_weights
 
 
-@form
-@flow(name="train", **FLOW)
-@report_failure
-@settings
+@as_flow
 def train(config: Config) -> State[dict[str, str]]:
     """Train on the dataset in `data.folder`, or the newest one. Returns the run folder."""
     refresh_and_check_stores(config, builds_dataset=False)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flows import own_text
 from flows.cli import app
 from flows.options import UNDERSCORES, configured
-from flows.parameters import resolve
+from flows.parameters import invoked
 from flows.presets import Invocation, configure
 from infini_model.config import Config, FilesSource, load_config
 from infini_model.runtime.claims import claim_run
@@ -50,7 +50,7 @@ def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
         raise result.exception
     (asked,) = seen
     # A flow that is started with its parameters works with the same settings.
-    assert resolve(**json.loads(json.dumps(asked.parameters))) == asked.config
+    assert invoked(**json.loads(json.dumps(asked.parameters))).config == asked.config
     return asked.config, result.stderr.splitlines()
 
 

@@ -13,14 +13,20 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import validate
 from prefect.utilities.schema_tools.validation import ValidationError
 
-from flows.parameters import resolve, settings_of
+from flows.parameters import invoked, settings_of
 from flows.presets import configure, preset_names
+from infini_model.config import Config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, DeviceError
 from tasks.checks import check_gpus_of_evaluation
 
 FLOWS = ("pipeline", "preprocess", "train", "evaluate", "compare")
 WEIGHTS = "model.initial_weights=team/llama"
+
+
+def resolve(*given: Any, **named: Any) -> Config:
+    """The configuration that a flow's parameters mean."""
+    return invoked(*given, **named).config
 
 
 def flow_called(name: str) -> Flow[..., Any]:

@@ -14,7 +14,7 @@ import yaml
 from commands import PATIENCE, eventually
 
 from flows.evaluate import _as_trained
-from flows.parameters import resolve
+from flows.parameters import invoked
 from infini_model.config import Config, load_config, merge
 from infini_model.runtime import claims
 from infini_model.runtime.claims import claim_run, resume_config
@@ -284,7 +284,7 @@ def test_a_run_is_evaluated_with_its_own_settings_and_what_was_asked_for(tmp_pat
     ):
         places = {"run": {"output_dir": str(tmp_path)}}
         advanced = merge(places, asked.pop("advanced", {}))
-        given = resolve(**({"preset": None, "advanced": advanced} | asked))
+        given = invoked(**({"preset": None, "advanced": advanced} | asked)).config
         meant, found = config_of(tmp_path, *own[2:], *expected), _as_trained(given, run_dir)
         assert found.evaluation == meant.evaluation
         assert found.tracking == meant.tracking

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import typer
+from rich.filesize import decimal
 
 from infini_model.cleaning import Scope, delete_garbage, find_garbage, retire_garbage, usage
 from infini_model.config import Config
@@ -18,17 +19,6 @@ from infini_model.data.manifest import Shard, read_origin
 from infini_model.data.verify import examine_dataset
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.stage_protocol import OnProgress
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def in_units(size: float) -> str:
-    """A number of bytes with a unit, such as `1.5 GiB`."""
-    for unit in UNITS:
-        if size < 1024 or unit == UNITS[-1]:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 def counted(count: int, noun: str) -> str:
@@ -51,7 +41,7 @@ def verify(config: Config, name: str | None) -> None:
     seconds = time.monotonic() - began
     for fault in found.faults:
         typer.echo(fault)
-    size = in_units(sum(shard.bytes for shard in found.shards))
+    size = decimal(sum(shard.bytes for shard in found.shards))
     verified = f"verified {counted(len(found.shards), 'shard')}, {size}, in {seconds:.1f} s"
     if found.faults:
         faults = counted(len(found.faults), "file")
@@ -96,7 +86,7 @@ def _bar(title: str) -> Iterator[OnProgress]:
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Bar(
         *columns,
         TimeRemainingColumn(),
@@ -124,13 +114,13 @@ def clean(config: Config, keep: int, *, dry_run: bool) -> None:
     if found.kinds:
         counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
         size = usage(found.kinds if dry_run else found.retired)
-        typer.echo(f"To remove: {counts}: {in_units(size)}")
+        typer.echo(f"To remove: {counts}: {decimal(size)}")
     elif not found.failures:
         typer.echo(f"{scope.output_dir}: nothing to remove")
     if found.kinds and dry_run:
         typer.echo("Nothing was removed (--dry-run)")
     elif found.kinds:
-        typer.echo(f"Freed {in_units(delete_garbage(found))}")
+        typer.echo(f"Freed {decimal(delete_garbage(found))}")
     for problem in [*found.notes, *found.failures]:
         typer.echo(problem, err=True)
     if found.failures:

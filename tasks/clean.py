@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import get_run_logger, task
+from rich.filesize import decimal
 
 from infini_model.config import Config
 from tasks.failures import failure_as_state
@@ -27,5 +28,5 @@ def clean(config: Config) -> dict[str, Any]:
         log.info("Nothing to clean up: %s datasets are kept", config.data.keep)
         return result
     removed = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
-    log.info("Removed %s: %s bytes are free again", removed, f"{freed:,}")
+    log.info("Removed %s: %s are free again", removed, decimal(freed))
     return result

@@ -24,7 +24,7 @@ from flows.options import UNDERSCORES, configured, unknown
 from flows.presets import Invocation
 from infini_model.config import Config, load_config
 from infini_model.config.locations import expanded
-from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.errors import StageError, UserError, describe_error
 from infini_model.runtime.runs import latest_run
 
 app = typer.Typer(
@@ -149,7 +149,10 @@ DataDir = Annotated[
         "--data-dir", "-d", help="Folder or address of datasets (default: in the output folder)."
     ),
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
+RunOrNewest = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="Name or folder of a run (default: the newest)."),
+]
 
 
 def _places(output_dir: str | None, data_dir: str | None = None) -> Config:
@@ -194,7 +197,10 @@ def resume(
 
 
 @app.command()
-def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
+def cancel(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")],
+    output_dir: OutputDir = None,
+) -> None:
     """Stop a run, however it was started. It saves a checkpoint first."""
     from flows import runs
 
@@ -205,10 +211,7 @@ def cancel(run: RunArgument, output_dir: OutputDir = None) -> None:
 
 @app.command()
 def logs(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="Name or folder of a run (default: the newest)."),
-    ] = None,
+    run: RunOrNewest = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")
     ] = False,
@@ -231,10 +234,7 @@ def export(
     to: Annotated[
         str, typer.Option("--to", metavar="FOLDER", help="Folder to write; an export is replaced.")
     ],
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="Name or folder of a run (default: the newest)."),
-    ] = None,
+    run: RunOrNewest = None,
     merge: Annotated[
         bool,
         typer.Option("--merge", help="Merge the adapters of a LoRA run into its initial weights."),
@@ -468,12 +468,6 @@ def doctor(asked: Invocation) -> None:
         raise typer.Exit(1)
 
 
-def _said(error: Exception) -> str:
-    """An expected error in one line, with what was noted on it since."""
-    notes = (note for note in getattr(error, "__notes__", ()) if note not in str(error))
-    return "; ".join([f"error: {error}", *notes])
-
-
 def _interrupt(_signal: int, _frame: object) -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C: children end first, training saves a checkpoint."""
     raise KeyboardInterrupt
@@ -501,10 +495,10 @@ def main() -> None:
         typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         sys.exit(2)
     except (UserError, ConnectionError) as error:
-        typer.echo(_said(error), err=True)
+        typer.echo(f"error: {describe_error(error)}", err=True)
         sys.exit(2)
     except (StageError, TimeoutError) as error:
-        typer.echo(_said(error), err=True)
+        typer.echo(f"error: {describe_error(error)}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -27,7 +27,7 @@ from prefect.states import Failed
 
 from infini_model.config import Config
 from infini_model.data.manifest import read_manifest
-from infini_model.runtime.errors import StageError, UserError
+from infini_model.runtime.errors import StageError, UserError, describe_error
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.memory_estimate import SMALLER, Machine, advice
 from infini_model.training.model_shape import UnknownShapeError, known_shape, with_vocabulary
@@ -101,21 +101,18 @@ for _name in LOGGERS:
 
 def reason(error: BaseException) -> str:
     """Why a run failed and how to resume it, in one line."""
-    advice = _advice(error)
-    return "; ".join(filter(None, [_happened(error), advice]))
+    return "; ".join(filter(None, [_happened(error), _advice(error)]))
 
 
 def _happened(error: BaseException) -> str:
-    """Why a run failed and what is left of it: the message, and the notes that it does not have."""
-    message = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
-    parts = [" ".join(message.split())]
-    parts += [note for note in getattr(error, "__notes__", ()) if note not in message]
-    return "; ".join(parts)
+    """Why a run failed and what is left of it; an unexpected error also by its type."""
+    kind = "" if isinstance(error, EXPECTED) else f"{type(error).__name__}: "
+    return kind + describe_error(error)
 
 
 def _advice(error: BaseException) -> str:
     """How to resume what failed through no fault of the user's; empty if that does not help."""
-    if not isinstance(error, StageError) or error.is_final or RESUMES.search(_happened(error)):
+    if not isinstance(error, StageError) or error.is_final or RESUMES.search(describe_error(error)):
         return ""
     return resume_advice()
 
@@ -239,10 +236,16 @@ def resume_advice() -> str:
 
 def _explanation(error: Exception) -> MarkdownArtifact:
     """Why the run failed, what to do, and the last log lines if the reason is not enough."""
-    parts = ["## Why it failed", reason(error), "## What to do", _remedy(error)]
-    if lines := _last_lines(error):
+    text = explanation(reason(error), _remedy(error), _last_lines(error))
+    return MarkdownArtifact(markdown=text, description=f"{FIRST}: {reason(error)}")
+
+
+def explanation(why: str, remedy: str, lines: Sequence[str]) -> str:
+    """The Markdown of the artifact `failure`, with the last `lines` of a log if there are any."""
+    parts = ["## Why it failed", why, "## What to do", remedy]
+    if lines:
         parts += ["## Last lines of the log", "\n".join(["```", *lines, "```"])]
-    return MarkdownArtifact(markdown="\n\n".join(parts), description=f"{FIRST}: {reason(error)}")
+    return "\n\n".join(parts)
 
 
 def _remedy(error: Exception) -> str:

@@ -30,7 +30,7 @@ from infini_model.runtime.runs import CHECKPOINTS, find_run, read_run
 from infini_model.runtime.storage import is_locked, lock
 from infini_model.training.mlflow_record import end_record
 from tasks.control import end, end_tasks
-from tasks.failures import TRACEBACK_LINES, saved_note
+from tasks.failures import TRACEBACK_LINES, explanation, saved_note
 
 # Between two checks for dead flow runs.
 EVERY_SECONDS = 5.0
@@ -202,21 +202,14 @@ def _correct(
         remedy = "Retry" if flow_run.deployment_id is not None else command
         next_step = "; ".join(filter(None, [saved, f"{remedy}{CONTINUES}"]))
         state = Crashed(message=f"{why}; {next_step}")
-        end(client, flow_run, state, _explanation(why, next_step, log_of(path)))
+        to_do = f"{next_step[0].upper()}{next_step[1:]}."
+        end(client, flow_run, state, explanation(f"{why}.", to_do, _last_lines(log_of(path))))
     if own is not None:
         end_record(own, "KILLED" if state.is_cancelled() else "FAILED")
     return f"Flow run {flow_run.name}: {state.message}"
 
 
-def _explanation(why: str, next_step: str, log: Path) -> str:
-    """The artifact `failure`, as that of a failure that the engine reports."""
-    parts = [
-        "## Why it failed",
-        f"{why}.",
-        "## What to do",
-        f"{next_step[0].upper()}{next_step[1:]}.",
-    ]
-    if log.is_file():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        parts += ["## Last lines of the log", "\n".join(["```", *lines[-TRACEBACK_LINES:], "```"])]
-    return "\n\n".join(parts)
+def _last_lines(log: Path) -> list[str]:
+    if not log.is_file():
+        return []
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-TRACEBACK_LINES:]

@@ -74,3 +74,10 @@ class StageError(RuntimeError):
 
     last_lines: Sequence[str] = ()
     is_final = False
+
+
+def describe_error(error: BaseException) -> str:
+    """An error in one line: its message, and the notes on it that the message does not have."""
+    message = str(error)
+    notes = (note for note in getattr(error, "__notes__", ()) if note not in message)
+    return "; ".join([" ".join(message.split()), *notes])

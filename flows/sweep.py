@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flows.presets import Invocation, configure
 from infini_model.config import Config, nested, parse_override, read_typed
@@ -18,11 +18,6 @@ VALUE_LENGTH = 40
 # What runs of one sweep have in common; all others of these sections cannot be swept.
 SHARED_SECTIONS = ("run", "comparison")
 SEED = "run.seed"
-
-
-class Dimension(NamedTuple):
-    key: str
-    values: list[Any]
 
 
 def values_of(text: str) -> list[str]:
@@ -71,14 +66,14 @@ def runs_of(asked: Invocation) -> list[Config]:
     return [run.updated(run={"name": name}) for run, name in zip(runs, names, strict=True)]
 
 
-def _dimension(text: str) -> Dimension:
-    """A dimension of the sweep. Raises `ConfigError` if the text is not of that form."""
+def _dimension(text: str) -> tuple[str, list[Any]]:
+    """A key and its values. Raises `ConfigError` if the text is not of that form."""
     key, equals, given = text.partition("=")
     parse_override(f"{key}{equals}")  # Says what is wrong with its form.
     values = [read_typed(key, value) for value in values_of(text)]
     if not values:
         raise ConfigError(f"{key}: got {given!r}: takes values with commas between them")
-    return Dimension(key, values)
+    return key, values
 
 
 def _variant(asked: Invocation, values: dict[str, Any]) -> Config:

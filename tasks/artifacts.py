@@ -120,46 +120,38 @@ def remove(key: str) -> None:
             client.delete_artifact(found)
 
 
-class Updates:
-    """Calls `update` every `seconds` while the block runs, and once more at its end.
+@contextlib.contextmanager
+def updates(what: str, update: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `update` every `seconds` while the block runs, and once more at its end.
 
     It runs in its own thread: a slow or dead server delays the next update, but not the stage, nor
     the reading of its child's output. `what` names the update in warnings.
     """
+    over = threading.Event()
 
-    def __init__(self, what: str, update: Callable[[], None], seconds: float) -> None:
-        self._what, self._update, self._seconds = what, update, seconds
-        self._ended = threading.Event()
-        # In the caller's run context: the artifacts belong to its task run.
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._run,),
-            name=f"updates of {what}",
-            daemon=True,
-        )
-
-    def __enter__(self) -> Updates:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(PATIENCE_SECONDS)
-
-    def _run(self) -> None:
-        delay, warned = self._seconds, False
-        while True:
-            ended = self._ended.wait(delay)
+    def keep_updating() -> None:
+        delay, warned, ended = seconds, False, False
+        while not ended:
+            ended = over.wait(delay)
             try:
-                self._update()
-                delay, warned = self._seconds, False
+                update()
+                delay, warned = seconds, False
             except Exception as error:  # noqa: BLE001 - no display may harm a stage
-                delay = BACKOFF * self._seconds
+                delay = BACKOFF * seconds
                 if not warned:
-                    _warn(self._what, error)
+                    _warn(what, error)
                 warned = True
-            if ended:
-                return
+
+    # In the caller's run context: the artifacts belong to its task run.
+    run = contextvars.copy_context().run
+    name = f"updates of {what}"
+    thread = threading.Thread(target=run, args=(keep_updating,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(PATIENCE_SECONDS)
 
 
 def _warn(what: str, error: Exception) -> None:
@@ -199,7 +191,6 @@ class Progress:
         self._logged = logged and console is None
         self._name, self._unit = name, unit
         self._artifact = LiveArtifact(f"{name}-progress")
-        self._updates = Updates("progress", self._update, ARTIFACT_SECONDS)
         self._percent = self._sent = -1.0
         self._logged_at = float("-inf")
         self._shown = contextlib.ExitStack()
@@ -212,7 +203,7 @@ class Progress:
         with contextlib.suppress(OSError):  # The terminal may have been closed.
             self._bar.start()
         self._shown.callback(self._stop_bar)
-        self._shown.enter_context(self._updates)
+        self._shown.enter_context(updates("progress", self._update, ARTIFACT_SECONDS))
         return self
 
     def __exit__(self, *_: object) -> None:

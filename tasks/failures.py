@@ -114,7 +114,7 @@ def _advice(error: BaseException) -> str:
     """How to resume what failed through no fault of the user's; empty if that does not help."""
     if not isinstance(error, StageError) or error.is_final or RESUMES.search(describe_error(error)):
         return ""
-    return resume_advice()
+    return "Retry resumes" if _is_retried_in_ui() else "the same command resumes"
 
 
 def _is_started_by_worker() -> bool:
@@ -227,11 +227,6 @@ def send_logs() -> None:
     sending = threading.Thread(target=worker.drain, name="last log lines", daemon=True)
     sending.start()
     sending.join(SEND_SECONDS)
-
-
-def resume_advice() -> str:
-    """How the user resumes a failed run."""
-    return "Retry resumes" if _is_retried_in_ui() else "the same command resumes"
 
 
 def _explanation(error: Exception) -> MarkdownArtifact:

@@ -23,7 +23,7 @@ from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.mlflow_record import PAGE, run_url
 from infini_model.training.run_status import is_trained, saved_step
 from tasks import artifacts
-from tasks.artifacts import LiveArtifact, Progress, Updates
+from tasks.artifacts import LiveArtifact, Progress, updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
@@ -107,8 +107,8 @@ def _train(config: Config, dataset_dir: str, run_dir: str) -> str:
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     try:
         with (
-            Updates("state of the run", waiting.update, VIEW_SECONDS),
-            Updates("training table", view.update, VIEW_SECONDS),
+            updates("state of the run", waiting.update, VIEW_SECONDS),
+            updates("training table", view.update, VIEW_SECONDS),
         ):
             _launch(config, Path(dataset_dir), folder, tail)
     except EXPECTED as error:

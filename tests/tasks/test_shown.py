@@ -131,7 +131,7 @@ def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(
         tried.release()
         raise ConnectionError("no server")
 
-    with caplog.at_level(logging.WARNING), artifacts.Updates("progress", update, 0.01):
+    with caplog.at_level(logging.WARNING), artifacts.updates("progress", update, 0.01):
         for _ in range(3):
             assert tried.acquire(timeout=PATIENCE)
     with artifacts.warn_on_error("report"):

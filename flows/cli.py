@@ -494,11 +494,8 @@ def main() -> None:
     except TyperException as error:
         typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         sys.exit(2)
-    except (UserError, ConnectionError) as error:
+    except (UserError, ConnectionError, StageError, TimeoutError) as error:
         typer.echo(f"error: {describe_error(error)}", err=True)
-        sys.exit(2)
-    except (StageError, TimeoutError) as error:
-        typer.echo(f"error: {describe_error(error)}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UserError | ConnectionError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -82,20 +82,15 @@ def _verify_folder(folder: Path) -> _Verified:
 def _bar(title: str) -> Iterator[OnProgress]:
     """A progress bar in bytes on stderr; nothing is shown if that is not a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import DownloadColumn, Progress
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Bar(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    description, bar, _, remaining = Progress.get_default_columns()
+    columns = (description, bar, DownloadColumn(), remaining)
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, disable=is_hidden, transient=True) as shown:
+        task = shown.add_task(title, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def clean(config: Config, keep: int, *, dry_run: bool) -> None:

@@ -23,8 +23,8 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.utilities.context import get_task_and_flow_run_ids
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.progress import TextColumn
 from rich.theme import Theme
 
 from infini_model.runtime.pictures import publish
@@ -179,13 +179,8 @@ class Progress:
 
     def __init__(self, name: str, unit: str, *, logged: bool = True) -> None:
         self._console = console = _terminal()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn(unit),
-            TimeRemainingColumn(),
-        )
+        *shown, remaining = Bar.get_default_columns()
+        columns = (*shown, TextColumn(unit), remaining)
         self._bar = Bar(*columns, console=console, disable=console is None, transient=True)
         self._task = self._bar.add_task(name, total=None)
         self._logged = logged and console is None

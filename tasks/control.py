@@ -60,16 +60,13 @@ class _Watch(threading.Thread):
         # somebody else's has started has an engine of its own, and no parent here.
         self._parent_task = None if flow_run.deployment_id else flow_run.parent_task_run_id
         self._closed = threading.Event()
-        self._found: StateChangedError | None = None
+        self.found: StateChangedError | None = None
 
     def run(self) -> None:
         with get_client(sync_client=True) as client:
-            while self._found is None and not self._closed.wait(POLL_SECONDS):
+            while self.found is None and not self._closed.wait(POLL_SECONDS):
                 with contextlib.suppress(Exception):
-                    self._found = self._change(client)
-
-    def stop(self) -> Exception | None:
-        return self._found
+                    self.found = self._change(client)
 
     def close(self) -> None:
         """Stop reading; a hanging request stays in its daemon thread."""
@@ -124,7 +121,7 @@ def stopped_with_flow_run(saved: Callable[[], str] = lambda: "") -> Iterator[Sto
     watch = _Watch(current)
     watch.start()
     try:
-        yield watch.stop
+        yield lambda: watch.found
     except StateChangedError as change:
         raise _conclude(watch.flow_runs, change, saved()) from None
     except TerminationSignal:

@@ -23,7 +23,7 @@ from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer
 from infini_model.objectives import make_objective
 from infini_model.training.launch.recovery import Recovery
-from infini_model.training.setup import ResumePoint, resolve
+from infini_model.training.setup import resolve
 
 # Without `--all`: how many windows are printed, and how many characters of each end of one.
 WINDOWS, HEAD, TAIL = 4, 2000, 500
@@ -44,7 +44,7 @@ def show(config: Config, *, every: bool) -> None:
     manifest = read_manifest(plan.folder)
     processes = (config.launch.processes or 1) * config.launch.num_nodes
     config, windows, batches = resolve(
-        config, manifest, plan.folder, ResumePoint(), Recovery(), None, processes
+        config, manifest, plan.folder, None, Recovery(), None, processes
     )
     console.print(f"Dataset: {plan.address or plan.folder}")
     _print_sizes(console, manifest, windows)

@@ -23,6 +23,7 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import RULES
 from infini_model.runtime.errors import DeviceError
 from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.runs import step_key
 from infini_model.training.callbacks import Callback, Evaluation, Status, Step
 from infini_model.training.launch.devices import list_gpus
 from infini_model.training.memory_estimate import estimate_memory
@@ -365,8 +366,8 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         parameters += f", of which {trained:,} are trained ({trained / count:.2%})"
     memory = estimate_memory(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
     origin = f"Seed: {config.run.seed}"
-    if start.checkpoint is not None:
-        origin = f"Resuming from: {start.checkpoint}"
+    if start is not None:
+        origin = f"Resuming from: {setup.run_dir / step_key(start.step)}"
     elif (weights := setup.initial_weights) is not None:
         name = "" if weights.commit is None else f"{weights.name} in "
         origin = f"Initial weights: {name}{weights.folder}"
@@ -387,7 +388,7 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         f"Memory per process, estimated: {memory}",
         f"Vocabulary size: {config.model.vocab_size}",
         origin,
-        f"Steps: {start.step} of {total} done",
+        f"Steps: {0 if start is None else start.step} of {total} done",
         f"Epochs: {total * plan.global_batch / windows:.2f} of {windows:,} windows",
         *(
             f"Epochs of {name}: {epochs:.2f} of {len(sources[name]):,} windows"

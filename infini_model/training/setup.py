@@ -79,24 +79,12 @@ def only_writer(run_dir: Path, world: World) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class ResumePoint:
-    """Where a training starts: at step 0, or from a checkpoint, which rank 0 alone reads."""
-
-    checkpoint: Path | None = None
-    state: TrainerState | None = None
-
-    @property
-    def step(self) -> int:
-        """Steps already taken."""
-        return self.state.step if self.state else 0
-
-
-@dataclass(frozen=True)
 class TrainingSetup:
     """What a training works with.
 
-    `config` is resolved, see `resolve`. `windows` opens those of a split, once. Of the run folder
-    the ranks other than 0 know what rank 0 tells them; `record` exists there only.
+    `config` is resolved, see `resolve`. `start` is the state of the checkpoint from which the
+    training resumes; None at step 0. `windows` opens those of a split, once. Of the run folder the
+    ranks other than 0 know what rank 0 tells them; `record` exists there only.
     """
 
     config: Config
@@ -104,7 +92,7 @@ class TrainingSetup:
     run_dir: Path
     manifest: Manifest
     world: World
-    start: ResumePoint
+    start: TrainerState | None
     recovery: Recovery
     initial_weights: InitialWeights | None
     plan: BatchPlan
@@ -156,18 +144,19 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     config, windows, plan = resolve(
         config, manifest, dataset_dir, start, recovery, weights, world.size
     )
-    if weights is not None and start.checkpoint is None and not asked.model.ignore_tokenizer:
+    if weights is not None and start is None and not asked.model.ignore_tokenizer:
         tokenizer = load_dataset_tokenizer(dataset_dir)
         check_tokenizer(weights.public_name, weights.tokenizer, tokenizer, str(dataset_dir))
     check_kernels(config.model, world.device.type, compiled=config.launch.compile)
     if world.is_main:
         is_pretrained = weights is not None
         check_memory(config, machine_of(world), is_pretrained=is_pretrained)
-    module, optimizer = _model_and_optimizer(config, start, weights, world)
+    checkpoint = None if start is None else run_dir / step_key(start.step)
+    module, optimizer = _model_and_optimizer(config, checkpoint, weights, world)
     train_module = TrainModule(module, config, world)
     scaler = LossScaler(world.device, enabled=train_module.precision.name == "fp16")
-    if start.state is not None and start.state.scaler is not None:
-        scaler.load_state_dict(start.state.scaler)
+    if start is not None and start.scaler is not None:
+        scaler.load_state_dict(start.scaler)
     loader = Loader(
         windows("train"),
         phases=make_phases(
@@ -182,10 +171,10 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         rank=world.rank,
         world_size=world.size,
         seed=config.run.seed,
-        samples_seen=start.state.samples_seen if start.state else 0,
+        samples_seen=0 if start is None else start.samples_seen,
         device=world.device,
     )
-    saved_step = start.state.step if start.state else None
+    saved_step = None if start is None else start.step
     record: MetricsFile | None = None
     if world.is_main:
         record_settings(run_dir, asked)
@@ -227,7 +216,7 @@ def resolve(
     config: Config,
     manifest: Manifest,
     dataset_dir: Path,
-    start: ResumePoint,
+    start: TrainerState | None,
     recovery: Recovery,
     weights: InitialWeights | None,
     processes: int,
@@ -241,8 +230,8 @@ def resolve(
 
     Raises `UserError` if settings, weights and dataset do not match.
     """
-    if start.state is not None:
-        config = config.updated(training={"precision": start.state.precision})
+    if start is not None:
+        config = config.updated(training={"precision": start.precision})
     key = "model.vocab_size"
     if weights is not None:
         config, key = weights.shaped(config), "vocab_size of model.initial_weights"
@@ -254,7 +243,7 @@ def resolve(
     def windows(split: str) -> Windows:
         return open_windows(dataset_dir, split, packing, segment_length)
 
-    fixed = start.state.global_batch if start.state else None
+    fixed = None if start is None else start.global_batch
     plan = BatchPlan.of(config.training, processes, fixed, recovery.micro_batch_divisor)
     if config.training.epochs is not None:
         steps = config.training.epochs * len(windows("train")) / plan.global_batch
@@ -262,10 +251,10 @@ def resolve(
     return plan.applied_to(config), windows, plan
 
 
-def find_start(run_dir: Path, dataset_key: str, world: World) -> ResumePoint:
-    """The newest checkpoint of a run, the same on every rank; only rank 0 needs the run folder.
+def find_start(run_dir: Path, dataset_key: str, world: World) -> TrainerState | None:
+    """The state of a run's newest checkpoint, the same on every rank; None without one.
 
-    Raises `CheckpointError` if it was trained on another dataset.
+    Only rank 0 needs the run folder. Raises `CheckpointError` if it was trained on another dataset.
     """
 
     def choose() -> dict[str, Any] | None:
@@ -274,18 +263,16 @@ def find_start(run_dir: Path, dataset_key: str, world: World) -> ResumePoint:
         return None if chosen is None else asdict(read_state(chosen))
 
     found = world.broadcast(choose)
-    if found is None:
-        return ResumePoint()
-    state = TrainerState(**found)
-    checkpoint = run_dir / step_key(state.step)
-    if state.dataset_key != dataset_key:
+    state = None if found is None else TrainerState(**found)
+    if state is not None and state.dataset_key != dataset_key:
         raise CheckpointError(
-            f"{checkpoint}: was trained on dataset {state.dataset_key}, not {dataset_key}; {ADVICE}"
+            f"{run_dir / step_key(state.step)}: was trained on dataset {state.dataset_key}, not "
+            f"{dataset_key}; {ADVICE}"
         )
-    return ResumePoint(checkpoint, state)
+    return state
 
 
-def check_settings(run_dir: Path, asked: Config, start: ResumePoint, world: World) -> None:
+def check_settings(run_dir: Path, asked: Config, start: TrainerState | None, world: World) -> None:
     """Raise `ConfigError` on every rank if the run began with other settings than `asked`.
 
     Rank 0 compares what decides the weights with the run's `config.yaml`. Batch size and
@@ -297,7 +284,7 @@ def check_settings(run_dir: Path, asked: Config, start: ResumePoint, world: Worl
             return None
         now, then = identities(run_dir, asked, weights_fingerprint(run_dir))
         batch = asked.training.batch_size * asked.training.gradient_accumulation_steps
-        if start.state is not None and batch * world.size == start.state.global_batch:
+        if start is not None and batch * world.size == start.global_batch:
             for key in ("batch_size", "gradient_accumulation_steps"):
                 now["training"][key] = then["training"][key]
         return None if now == then else difference(now, then)
@@ -329,10 +316,10 @@ def record_settings(run_dir: Path, config: Config) -> None:
 
 
 def _model_and_optimizer(
-    config: Config, start: ResumePoint, weights: InitialWeights | None, world: World
+    config: Config, checkpoint: Path | None, weights: InitialWeights | None, world: World
 ) -> tuple[LossModule, torch.optim.Optimizer]:
     """The model with its loss and the optimizer, with the state of the checkpoint if any."""
-    saved = start.checkpoint / MODEL if start.checkpoint else None
+    saved = None if checkpoint is None else checkpoint / MODEL
     folder, adapter = saved, None
     if config.training.lora is not None:
         folder, adapter = None, saved
@@ -342,7 +329,7 @@ def _model_and_optimizer(
             check_frozen(weights, config)
     module = build_module(config, make_objective(config), folder, world, adapter)
     optimizer = make_optimizer(module.model, config.training)
-    if start.checkpoint is not None:
-        load_optimizer(start.checkpoint, module.model, optimizer, world)
-        load_generators(start.checkpoint, world)
+    if checkpoint is not None:
+        load_optimizer(checkpoint, module.model, optimizer, world)
+        load_generators(checkpoint, world)
     return module, optimizer

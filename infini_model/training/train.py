@@ -148,7 +148,7 @@ class Trainer:
         self.config, self.world, self.run_dir = setup.config, setup.world, setup.run_dir
         self.model, self.optimizer, self.scaler = setup.train_module, setup.optimizer, setup.scaler
         self.loader, self.checkpointer = setup.loader, setup.checkpointer
-        self.step = setup.start.step
+        self.step = 0 if setup.start is None else setup.start.step
         self.stopped_by: int | None = None
         self._parameters = list(setup.model.parameters())
         # On the device: whether a step since the start was not finite.

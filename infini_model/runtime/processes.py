@@ -144,8 +144,10 @@ def oom_kills() -> int:
 
 
 @contextlib.contextmanager
-def deferred_signals() -> Iterator[list[int]]:
+def deferred_signals(*, deliver: bool = True) -> Iterator[list[int]]:
     """Collect `STOPS` signals in a list while the block runs; deliver the first one afterwards.
+
+    Without `deliver` none is delivered: the caller acts on the list.
 
     A handler that raises could interrupt any line, such as one that holds the lock of a `Popen`,
     which would then never report that its process has exited. Only the main thread receives
@@ -166,8 +168,9 @@ def deferred_signals() -> Iterator[list[int]]:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         for number, handler in before.items():
             signal.signal(number, handler)
-        is_fatal = bool(received) and before[signal.Signals(received[0])] is signal.SIG_DFL
-        if received and not is_fatal:
+        is_due = deliver and bool(received)
+        is_fatal = is_due and before[signal.Signals(received[0])] is signal.SIG_DFL
+        if is_due and not is_fatal:
             signal.raise_signal(received[0])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if is_fatal:

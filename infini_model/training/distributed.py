@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -239,47 +237,24 @@ def join_world(launch: LaunchConfig) -> Iterator[World]:
 
 
 class StopSignals:
-    """Records the signals in `STOPS` instead of dying of them, so that a checkpoint can be saved.
+    """The signals that this rank has received, such that all ranks can agree on stopping.
 
-    A signal that is ignored, such as SIGHUP under `nohup`, stays ignored.
+    `received` is from `deferred_signals`: a checkpoint is saved before the process ends.
     """
 
-    def __init__(self) -> None:
-        self._received: set[int] = set()
-        self._none: Tensor | None = None
-        self._previous: dict[int, signal.Handlers | None] = {}
+    def __init__(self, received: Sequence[int], device: torch.device) -> None:
+        self._received, self._none = received, torch.zeros(len(STOPS)).double().to(device)
 
-    def __enter__(self) -> StopSignals:
-        for number in STOPS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._received.add(number)
-
-    def counts_on(self, device: torch.device) -> Tensor:
+    def counts(self) -> Tensor:
         """For each of `STOPS`, 1 if this rank received it: summed over the ranks, all agree.
 
-        Float64 on `device`; a copy waits for the device, so it is made only for a signal.
+        Float64; a copy waits for the device, so it is made only for a signal.
         """
-        if self._received or self._none is None or self._none.device != device:
-            counts = [float(number in self._received) for number in STOPS]
-            found = torch.tensor(counts, dtype=torch.float64, device=device)
-            self._none = None if self._received else found
-            return found
-        return self._none
+        if not self._received:
+            return self._none
+        return self._none.new_tensor([float(number in self._received) for number in STOPS])
 
 
 def received_stop(counts: list[float]) -> int | None:
-    """The signal that any rank received, given the sum of `StopSignals.counts_on`; else None."""
+    """The signal that any rank received, given the sum of `StopSignals.counts`; else None."""
     return next((int(number) for number, count in zip(STOPS, counts, strict=True) if count), None)

@@ -32,6 +32,7 @@ from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import NonFiniteError
+from infini_model.runtime.processes import deferred_signals
 from infini_model.runtime.runs import MODEL, step_key
 from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
 from infini_model.training.checkpoint import prune_checkpoints
@@ -83,14 +84,15 @@ def train(
         NonFiniteError: The loss or a gradient is NaN or infinite; nothing was overwritten.
     """
     with (
-        StopSignals() as stops,
+        deferred_signals(deliver=False) as received,
         join_world(config.launch) as world,
         only_writer(run_dir, world),
         contextlib.ExitStack() as stack,
     ):
         if config.launch.deterministic and world.device.type == "cuda":
             stack.enter_context(deterministic_algorithms())
-        trainer = Trainer(build_setup(config, dataset_dir, run_dir, world), stops, callbacks)
+        setup = build_setup(config, dataset_dir, run_dir, world)
+        trainer = Trainer(setup, StopSignals(received, world.device), callbacks)
         status: Status = "FAILED"
         try:
             outcome = trainer.run()
@@ -204,7 +206,7 @@ class Trainer:
         norm = full_tensor(get_total_norm(gradients))
         self._callbacks.call(Callback.after_gradients)
         # One reduction sums the loss and shares the stop signals that the ranks have received.
-        sums = torch.cat([rank_loss, self._stops.counts_on(self.world.device)])
+        sums = torch.cat([rank_loss, self._stops.counts()])
         self._callbacks.call(Callback.before_collective)
         loss = self.world.sum(sums)[0] / targets.clamp(min=1)
 
@@ -306,7 +308,7 @@ class Trainer:
 
     def _check_stop_between_batches(self) -> bool:
         self.expect_long_work()
-        counts = self.world.sum(self._stops.counts_on(self.world.device).clone())
+        counts = self.world.sum(self._stops.counts().clone())
         self.stopped_by = received_stop(counts.tolist())
         return self._is_stopped()
 

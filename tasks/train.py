@@ -118,7 +118,7 @@ def _train(config: Config, dataset_dir: str, run_dir: str) -> str:
 
 
 def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
-    from infini_model.training.launch.launcher import launch
+    from infini_model.training.launch.launcher import Job, launch
 
     def on_line(line: str) -> None:
         log_line(line)
@@ -128,7 +128,7 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
         Progress("train", "steps", logged=False) as progress,
         stopped_with_flow_run(lambda: saved_note(run_dir)) as stop,
     ):
-        launch(
+        job = Job(
             config,
             dataset_dir,
             run_dir,
@@ -137,6 +137,7 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
             on_progress=progress.show,
             stop=stop,
         )
+        launch(job)
 
 
 def mlflow_link(run_dir: Path, config: Config) -> LinkArtifact | None:

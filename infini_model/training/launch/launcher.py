@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -44,35 +44,9 @@ FAILED = (TrainingFailure, UserError)
 
 @dataclass(frozen=True)
 class Job:
-    """A training to start; for the arguments see `launch`."""
+    """A training to start.
 
-    config: Config
-    dataset_dir: Path
-    run_dir: Path
-    timeout_seconds: float | None
-    on_line: Callable[[str], None]
-    on_progress: OnProgress
-    stop: Callable[[], Exception | None]
-
-
-def launch(
-    config: Config,
-    dataset_dir: Path,
-    run_dir: Path,
-    *,
-    timeout_seconds: float | None = None,
-    on_line: Callable[[str], None] = print,
-    on_progress: OnProgress = lambda _done, _total: None,
-    stop: Callable[[], Exception | None] = lambda: None,
-) -> None:
-    """Train `config` on a dataset folder in `run_dir`, or resume from its newest checkpoint.
-
-    The ranks do what earlier failures of the run call for; a new one is recorded in
-    `recovery.json`. On SIGTERM and Ctrl-C a checkpoint is saved first; then they act on the caller
-    as usual. Waits while another training of the same output folder holds the devices. Shards that
-    are in an object store are copied to this machine first.
-
-    Args:
+    Attributes:
         config: The whole configuration.
         dataset_dir: A finished dataset folder.
         run_dir: The run folder. Of several nodes the first one alone reads and writes it; the
@@ -82,6 +56,24 @@ def launch(
         on_progress: Called with the steps taken and the steps in all, at most twice a second and
             after the last step; on the first node only.
         stop: Polled ten times a second; what it returns is raised once a checkpoint is saved.
+    """
+
+    config: Config
+    dataset_dir: Path
+    run_dir: Path
+    timeout_seconds: float | None = None
+    on_line: Callable[[str], None] = print
+    on_progress: OnProgress = lambda _done, _total: None
+    stop: Callable[[], Exception | None] = lambda: None
+
+
+def launch(job: Job) -> None:
+    """Train a job, or resume its run from the newest checkpoint.
+
+    The ranks do what earlier failures of the run call for; a new one is recorded in
+    `recovery.json`. On SIGTERM and Ctrl-C a checkpoint is saved first; then they act on the caller
+    as usual. Waits while another training of the same output folder holds the devices. Shards that
+    are in an object store are copied to this machine first.
 
     Raises:
         UserError: What a rank found wrong with the settings, the dataset or the run folder.
@@ -90,19 +82,13 @@ def launch(
         DeviceError: A GPU that does not exist, or fewer GPUs than processes.
         TrainingFailure: Anything else, by its kind; `is_final` where a retry would not help.
     """
+    config, run_dir = job.config, job.run_dir
     is_first = config.launch.node_rank == 0
     if is_first and (change := read_recovery(run_dir).describe(config)):
-        on_line(change)
-    job = Job(
-        config,
-        dataset_dir,
-        run_dir,
-        timeout_seconds,
-        on_line,
-        on_progress,
-        # Or that another machine has taken over the run.
-        stop=lambda: stop() or lost(run_dir),
-    )
+        job.on_line(change)
+    stop = job.stop
+    # Or that another machine has taken over the run.
+    job = replace(job, stop=lambda: stop() or lost(run_dir))
     try:
         if config.launch.launcher == "ray":
             # Its driver is a process of its own.

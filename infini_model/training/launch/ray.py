@@ -103,7 +103,6 @@ class NodeLauncher:
                 load_config(overrides=[config]),
                 dataset_dir,
                 run_dir,
-                timeout_seconds=None,
                 on_line=lambda line: self._messages.put((LINE, line)),
                 on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
                 stop=self._why_stopped,

@@ -30,7 +30,7 @@ from infini_model.training.checkpoint import newest_checkpoint, read_state
 from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import TrainingFailure
-from infini_model.training.launch.launcher import launch
+from infini_model.training.launch.launcher import Job, launch
 from infini_model.training.train import train
 
 AGENT = "infini_model.training.launch.torchrun"
@@ -41,9 +41,9 @@ LAUNCH = [
 import sys
 from pathlib import Path
 from infini_model.config import load_config
-from infini_model.training.launch.launcher import launch
+from infini_model.training.launch.launcher import Job, launch
 config, dataset, run_dir = map(Path, sys.argv[2::2])
-launch(load_config(file=config), dataset, run_dir)
+launch(Job(load_config(file=config), dataset, run_dir))
 """,
 ]
 # It does not end by itself: not before a test has waited in vain for it to be ended.
@@ -201,7 +201,7 @@ def test_a_killed_process_ends_all_and_a_rank_is_named_with_its_gpu(
     monkeypatch.setattr(launcher, "end_record", lambda _, status: in_mlflow.append(status))
     kill = once("Step [20/", lambda: victim(run_dir).kill())
     with pytest.raises(TrainingFailure) as caught:
-        launch(make_config(**PAIR), dataset, run_dir, on_line=kill)
+        launch(Job(make_config(**PAIR), dataset, run_dir, on_line=kill))
     assert str(caught.value) == f"training failed: crash{where}: killed by SIGKILL"
     assert not caught.value.is_final
     assert in_mlflow == ["FAILED"]
@@ -261,7 +261,7 @@ def test_a_folder_that_turns_read_only_is_named_and_the_run_resumes_once_it_is_w
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert re.search(rf"{checkpoints}/step-\d+: cannot be written", errors)
-    launch(config, dataset, run_dir, on_line=ignore)
+    launch(Job(config, dataset, run_dir, on_line=ignore))
     train(config, dataset, tmp_path / "undisturbed")
     assert repeatable(run_dir) == repeatable(tmp_path / "undisturbed")
     assert weights(run_dir) == weights(tmp_path / "undisturbed")
@@ -281,7 +281,7 @@ def test_a_stopped_process_is_a_hang_that_names_it(
     # In the first validation, where the silence of a slow rank is no hang for half an hour.
     faulty(f"os.environ['RANK'] == '1' and os.kill({pid}, signal.SIGSTOP); time.sleep(600)")
     with pytest.raises(TrainingFailure, match=r"hang.*has been stopped for 3 s") as caught:
-        launch(config, dataset, run_dir, on_line=ignore)
+        launch(Job(config, dataset, run_dir, on_line=ignore))
     assert caught.value.rank == rank
     none_left(run_dir)
 
@@ -359,7 +359,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(
     hanging(place, rank=last, ranks=last + 1)
     config = make_config(**merge(settings, {"launch": {"hang_timeout_seconds": 10}}))
     with pytest.raises(TrainingFailure, match=r"hang.*no step within 10 s") as caught:
-        launch(config, dataset, tmp_path / "run", on_line=ignore)
+        launch(Job(config, dataset, tmp_path / "run", on_line=ignore))
     assert caught.value.rank == last
     none_left(tmp_path / "run")
 
@@ -368,7 +368,7 @@ def test_a_rank_that_hangs_is_named_and_leaves_its_stack(
 def test_a_slow_checkpoint_of_one_rank_is_no_hang(dataset, make_config, tmp_path, hanging):
     clock = hanging("infini_model.training.checkpoint.Checkpointer.save", rank=0, ranks=2)
     pair = {"training": {"batch_size": 4}, "launch": {"processes": 2, "hang_timeout_seconds": 10}}
-    launch(make_config(**pair), dataset, tmp_path / "run", on_line=ignore)
+    launch(Job(make_config(**pair), dataset, tmp_path / "run", on_line=ignore))
     assert clock.now == 60.0
     assert has_saved_its_last_step(tmp_path / "run")
 
@@ -396,7 +396,7 @@ def test_a_training_that_is_ended_from_outside_is_saved(
         ahead.append(0.0)
         then = once("Step [", act)
         with pytest.raises(error, match=message):
-            launch(make_config(**LONG), dataset, run_dir, timeout_seconds=3600, on_line=then)
+            launch(Job(make_config(**LONG), dataset, run_dir, timeout_seconds=3600, on_line=then))
         assert has_saved_its_last_step(run_dir)
         none_left(run_dir)
 
@@ -406,7 +406,7 @@ def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_pat
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
     kill = once("Step [2/", lambda: ranks(run_dir)[0].kill())
     with pytest.raises(TrainingFailure, match="out of memory: killed by the kernel"):
-        launch(make_config(**LONG), dataset, run_dir, on_line=kill)
+        launch(Job(make_config(**LONG), dataset, run_dir, on_line=kill))
 
 
 @pytest.mark.story
@@ -424,10 +424,10 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
     with pytest.raises(TrainingFailure, match=r"non-finite.*step 7") as caught:
-        launch(config, dataset, run_dir, on_line=ignore)
+        launch(Job(config, dataset, run_dir, on_line=ignore))
     assert caught.value.samples_seen == samples_seen
     assert not caught.value.is_final
-    launch(config, dataset, run_dir, on_line=ignore)
+    launch(Job(config, dataset, run_dir, on_line=ignore))
     assert repeatable(run_dir) == repeatable(tmp_path / "expected")
     assert weights(run_dir) == weights(tmp_path / "expected")
     assert read_state(newest_checkpoint(run_dir)).samples_seen == (12 + 1) * 8
@@ -466,7 +466,7 @@ def test_what_lets_no_training_begin_is_named_in_one_line(
     ):
         lines = []
         with pytest.raises(error) as caught:
-            launch(make_config(**sections), data, tmp_path / run, on_line=lines.append)
+            launch(Job(make_config(**sections), data, tmp_path / run, on_line=lines.append))
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
         errors = [line for line in lines if "ERROR" in line]

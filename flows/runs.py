@@ -33,6 +33,7 @@ from infini_model.runtime.runs import (
     CHECKPOINTS,
     dataset_here,
     is_finished,
+    newest_checkpoint,
     run_holder,
 )
 from infini_model.runtime.stored_runs import (
@@ -281,7 +282,7 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     """
     # Imported here, as they import torch, which takes seconds.
     from infini_model.data.tokenizers.load import load_dataset_tokenizer
-    from infini_model.training.checkpoint import newest_checkpoint, read_state
+    from infini_model.training.checkpoint import read_state
     from infini_model.training.export import check_target, export_merged, export_model
 
     if is_url(target):

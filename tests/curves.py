@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infini_model.runtime.metrics_file import Line, read_metrics
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.runtime.runs import newest_checkpoint
 
 # Metrics that depend on time and machine.
 CLOCK = frozenset(

@@ -28,9 +28,9 @@ from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer
 from infini_model.runtime.errors import CheckpointError
-from infini_model.runtime.runs import MODEL
+from infini_model.runtime.runs import MODEL, newest_checkpoint
 from infini_model.runtime.storage import MANIFEST, content_key, sha256, write_json
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.checkpoint import read_state
 from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 

@@ -18,8 +18,14 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import CheckpointError, UserError
-from infini_model.runtime.runs import CHECKPOINTS, MODEL, is_started, read_run, read_run_config
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.runtime.runs import (
+    CHECKPOINTS,
+    MODEL,
+    is_started,
+    newest_checkpoint,
+    read_run,
+    read_run_config,
+)
 from infini_model.training.export import load_model
 from infini_model.training.launch.devices import first_device
 

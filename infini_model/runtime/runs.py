@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,14 @@ from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
 from infini_model.runtime.owner import OWNER, last_seen
 from infini_model.runtime.records import Record, parse_record, write_record
-from infini_model.runtime.storage import MANIFEST, read_json_or_empty, sha256, write_json
+from infini_model.runtime.storage import (
+    MANIFEST,
+    read_json_or_empty,
+    remove_leftovers,
+    retire,
+    sha256,
+    write_json,
+)
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -42,6 +51,8 @@ RECORDS = frozenset(
     }
 )
 OF_THIS_MACHINE = frozenset({CHECKPOINTS, "heartbeats", "waiting"})
+
+log = logging.getLogger(__name__)
 
 
 def step_key(step: int) -> str:
@@ -206,6 +217,17 @@ def superseded_checkpoints(run_dir: Path, keep: int) -> list[Path]:
     return [path for step, path in found if step not in kept]
 
 
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Delete all checkpoints but the `keep` newest and the one with the lowest validation loss."""
+    for old in superseded_checkpoints(run_dir, keep):
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; rename it first, so that a kill cannot leave a partial one."""
+    shutil.rmtree(retire(folder), ignore_errors=True)
+
+
 def verify_checkpoint(checkpoint: Path) -> None:
     """Verify every file against the manifest, reading the whole checkpoint.
 
@@ -222,6 +244,39 @@ def verify_checkpoint(checkpoint: Path) -> None:
             raise CheckpointError(f"{path}: is missing")
         if sha256(path) != expected:
             raise CheckpointError(f"{path}: is damaged: its checksum does not match the manifest")
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run that passes verification, or None.
+
+    Warns about a damaged one and falls back to the one before it. Changes nothing on disk.
+    """
+    for _, path in list_checkpoints(run_dir):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("%s; falling back to the previous checkpoint", error)
+        else:
+            return path
+    return None
+
+
+def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
+    """Rename checkpoints newer than `checkpoint`, which are damaged; delete temporary files.
+
+    Call it only while no other process writes to the run. A damaged `step-N` becomes
+    `damaged-step-N`, which pruning ignores and which can still be inspected.
+    """
+    folder = run_dir / CHECKPOINTS
+    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").rglob("*")):
+        remove_leftovers(place)
+    for _, path in list_checkpoints(run_dir):
+        if path == checkpoint:
+            break
+        damaged = folder / f"damaged-{path.name}"
+        if damaged.exists():
+            _remove(damaged)
+        os.rename(path, damaged)
 
 
 def kept_steps(run_dir: Path, steps: Iterable[int], keep: int) -> set[int]:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,23 +38,8 @@ from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.machine import package_versions
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.runtime.runs import (
-    CHECKPOINTS,
-    MODEL,
-    STATE,
-    list_checkpoints,
-    step_key,
-    superseded_checkpoints,
-    verify_checkpoint,
-)
-from infini_model.runtime.storage import (
-    MANIFEST,
-    atomic_folder,
-    dump_json,
-    remove_leftovers,
-    retire,
-    sha256,
-)
+from infini_model.runtime.runs import MODEL, STATE, prune_checkpoints, step_key
+from infini_model.runtime.storage import MANIFEST, atomic_folder, dump_json, sha256
 from infini_model.training.distributed import World
 from infini_model.training.parallel import full_tensor, shard_from_rank0
 
@@ -149,12 +132,14 @@ class HostCopy:
         """Copy the state of a checkpoint. Call it on all ranks; only rank 0 gets the tensors."""
         copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
         names = {file_name(name) for name, _ in model.named_parameters()}
+        device, states = self._world.device, {"cpu": torch.get_rng_state()}
+        if device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(device)
         generators = {
-            name: self._world.all_gather(state.to(self._world.device)).cpu()
-            for name, state in _generator_states(self._world.device).items()
+            name: self._world.all_gather(state.to(device)).cpu() for name, state in states.items()
         }
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return Snapshot(
             model.config,
             parameters={name: copy for name, copy in copies.items() if name in names},
@@ -187,14 +172,6 @@ def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[t
             yield f"{name}{SEPARATOR}{key}", value
 
 
-def _generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's default generators that this process uses, uint8."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
 def save_checkpoint(
     run_dir: Path,
     snapshot: Snapshot,
@@ -225,17 +202,6 @@ def save_checkpoint(
         dump_json(folder / MANIFEST, {"sha256": sums})
     prune_checkpoints(run_dir, keep)
     return target
-
-
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Delete all checkpoints but the `keep` newest and the one with the lowest validation loss."""
-    for old in superseded_checkpoints(run_dir, keep):
-        _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint; rename it first, so that a kill cannot leave a partial one."""
-    shutil.rmtree(retire(folder), ignore_errors=True)
 
 
 class BackgroundWriter:
@@ -337,39 +303,6 @@ class Checkpointer:
         self._world.barrier()
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run that passes verification, or None.
-
-    Warns about a damaged one and falls back to the one before it. Changes nothing on disk.
-    """
-    for _, path in list_checkpoints(run_dir):
-        try:
-            verify_checkpoint(path)
-        except CheckpointError as error:
-            log.warning("%s; falling back to the previous checkpoint", error)
-        else:
-            return path
-    return None
-
-
-def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
-    """Rename checkpoints newer than `checkpoint`, which are damaged; delete temporary files.
-
-    Call it only while no other process writes to the run. A damaged `step-N` becomes
-    `damaged-step-N`, which pruning ignores and which can still be inspected.
-    """
-    folder = run_dir / CHECKPOINTS
-    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").rglob("*")):
-        remove_leftovers(place)
-    for _, path in list_checkpoints(run_dir):
-        if path == checkpoint:
-            break
-        damaged = folder / f"damaged-{path.name}"
-        if damaged.exists():
-            _remove(damaged)
-        os.rename(path, damaged)
-
-
 def load_optimizer(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> None:
@@ -382,16 +315,13 @@ def load_optimizer(
     path = checkpoint / OPTIMIZER
     states: dict[str, dict[str, Tensor]] = {}
     parameters = {file_name(name): each for name, each in model.named_parameters()}
-    for full_name, number in world.broadcast(partial(_numbers, path)).items():
+    for full_name, is_number in world.broadcast(partial(_names, path)).items():
         name, _, key = full_name.rpartition(SEPARATOR)
         if name not in parameters:
             raise CheckpointError(f"{path}: the model has no parameter {name}")
-        if number is None:
-            read = partial(_read_tensor, path, full_name)
-            value = shard_from_rank0(read, parameters[name], world)
-        else:
-            value = torch.tensor(number)
-        states.setdefault(name, {})[key] = value
+        like = torch.empty(()) if is_number else parameters[name]
+        read = partial(_read_tensor, path, full_name)
+        states.setdefault(name, {})[key] = shard_from_rank0(read, like, world)
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     # The optimizer's own loader moves each tensor to its parameter's device.
@@ -409,13 +339,11 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _numbers(path: Path) -> dict[str, float | None]:
-    """The names of the tensors in a file, with the value of each that is a single number."""
+def _names(path: Path) -> dict[str, bool]:
+    """The names of the tensors in a file, and whether each is a single number."""
     with _opened(path) as file:
-        return {
-            name: None if file.get_slice(name).get_shape() else file.get_tensor(name).item()
-            for name in file.keys()  # noqa: SIM118 - safe_open is no mapping
-        }
+        # safe_open is no mapping.
+        return {name: not file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:

@@ -31,6 +31,8 @@ from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import (
     CHECKPOINTS,
     MODEL,
+    clear_for_resume,
+    newest_checkpoint,
     record_last_step,
     step_key,
     weights_fingerprint,
@@ -39,10 +41,8 @@ from infini_model.runtime.storage import atomic_file, lock
 from infini_model.training.checkpoint import (
     Checkpointer,
     TrainerState,
-    clear_for_resume,
     load_generators,
     load_optimizer,
-    newest_checkpoint,
     read_state,
 )
 from infini_model.training.distributed import World, check_agreement

@@ -33,9 +33,8 @@ from infini_model.data.loading.windows import Batch
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.processes import deferred_signals
-from infini_model.runtime.runs import MODEL, step_key
+from infini_model.runtime.runs import MODEL, prune_checkpoints, step_key
 from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
-from infini_model.training.checkpoint import prune_checkpoints
 from infini_model.training.distributed import (
     StopSignals,
     World,

@@ -16,7 +16,7 @@ from stopping import Halt
 from ui import Prefect, chromium, new_page
 
 from flows.serving.reconcile import WORKER_MESSAGE
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.runtime.runs import newest_checkpoint
 from infini_model.training.run_status import saved_step
 
 pytestmark = pytest.mark.story

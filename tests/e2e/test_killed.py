@@ -20,7 +20,7 @@ from stopping import Halt
 from trials import STEPS, Make, Start
 
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.runtime.runs import newest_checkpoint
 
 pytestmark = pytest.mark.story
 

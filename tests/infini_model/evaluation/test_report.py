@@ -30,8 +30,8 @@ from infini_model.evaluation.tasks import load_task
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
+from infini_model.runtime.runs import newest_checkpoint
 from infini_model.runtime.storage import lock
-from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.train import train

@@ -21,16 +21,18 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.metrics_file import MetricsFile
-from infini_model.runtime.runs import verify_checkpoint
+from infini_model.runtime.runs import (
+    clear_for_resume,
+    newest_checkpoint,
+    prune_checkpoints,
+    verify_checkpoint,
+)
 from infini_model.training.callbacks import Callback
 from infini_model.training.checkpoint import (
     BackgroundWriter,
     HostCopy,
     TrainerState,
-    clear_for_resume,
     load_generators,
-    newest_checkpoint,
-    prune_checkpoints,
     save_checkpoint,
 )
 from infini_model.training.distributed import World

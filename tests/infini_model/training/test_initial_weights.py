@@ -36,7 +36,8 @@ from infini_model.model.memory.residual import Residual
 from infini_model.model.memory.rule import SHIFTS
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, UserError
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.runtime.runs import newest_checkpoint
+from infini_model.training.checkpoint import read_state
 from infini_model.training.export import export_merged, load_model
 from infini_model.training.initial_weights import (
     InitialWeights,

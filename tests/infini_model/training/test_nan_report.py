@@ -23,8 +23,9 @@ from infini_model.data.sources.listing import list_sources
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import newest_checkpoint
 from infini_model.runtime.storage import sha256
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.checkpoint import read_state
 from infini_model.training.metrics import SpikeWarning
 from infini_model.training.nan_report import REMEDIES, TENSORS_SHOWN
 from infini_model.training.optimizer import set_learning_rate

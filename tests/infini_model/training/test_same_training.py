@@ -13,7 +13,8 @@ from llamas import from_weights, recorded, write_llama
 from trainings import cut_off, on_two_ranks, train_traced
 
 from infini_model.config import merge
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.runtime.runs import newest_checkpoint
+from infini_model.training.checkpoint import read_state
 from infini_model.training.train import train
 
 SHORT = {

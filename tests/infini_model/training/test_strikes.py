@@ -22,8 +22,7 @@ from trainings import start_ranks
 
 from infini_model.config import merge
 from infini_model.runtime.metrics_file import read_metrics
-from infini_model.runtime.runs import CHECKPOINTS, MODEL
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.runtime.runs import CHECKPOINTS, MODEL, newest_checkpoint
 from infini_model.training.train import train
 
 pytestmark = pytest.mark.story

@@ -26,10 +26,10 @@ from infini_model.model.loss import IGNORED
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, NonFiniteError, UserError
-from infini_model.runtime.runs import is_finished, read_run, record_evaluation
+from infini_model.runtime.runs import is_finished, newest_checkpoint, read_run, record_evaluation
 from infini_model.runtime.storage import sha256, write_json
 from infini_model.training.callbacks import Callback, Callbacks
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.checkpoint import read_state
 from infini_model.training.distributed import World, deterministic_algorithms
 from infini_model.training.run_status import read_status
 from infini_model.training.train import Trainer, train

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from infini_model.data.loading.windows import Batch
 from infini_model.objectives import make_objective
-from infini_model.training.checkpoint import newest_checkpoint
+from infini_model.runtime.runs import newest_checkpoint
 from infini_model.training.distributed import World
 from infini_model.training.parallel import TrainModule, build_module, full_tensor, shard_model
 from infini_model.training.train import compute_gradients, train

@@ -18,10 +18,10 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import newest_checkpoint
 from infini_model.training import train as loop
 from infini_model.training import validation
 from infini_model.training.callbacks import Callback
-from infini_model.training.checkpoint import newest_checkpoint
 from infini_model.training.train import train
 from infini_model.training.validation import PROBE_WINDOWS, MemoryProbe
 

@@ -24,9 +24,10 @@ from infini_model.objectives.causal import CausalLM
 from infini_model.runtime import owner, processes
 from infini_model.runtime.errors import DataError, DeviceError, RunLostError, UserError
 from infini_model.runtime.metrics_file import read_metrics
+from infini_model.runtime.runs import newest_checkpoint
 from infini_model.runtime.storage import write_json
 from infini_model.training import AGENT as AGENT_ID
-from infini_model.training.checkpoint import newest_checkpoint, read_state
+from infini_model.training.checkpoint import read_state
 from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import TrainingFailure

@@ -284,14 +284,7 @@ class Trainer:
             return
         self.expect_long_work()
         self.setup.model.eval()
-        totals = validate_split(
-            self.setup.windows(split),
-            self.model,
-            self.world,
-            batch_size=self.config.training.batch_size,
-            max_windows=self.config.evaluation.max_windows,
-            is_stopped=self._check_stop_between_batches,
-        )
+        totals = validate_split(self.setup, split, self._check_stop_between_batches)
         if totals is not None:
             windows = self.setup.windows(split)
             sums, targets = windows.add_sources(totals, self.config.evaluation.max_windows)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from infini_model.data.loading.windows import Windows, validation_batches
+from infini_model.data.loading.windows import validation_batches
 from infini_model.model import inspection
 from infini_model.model.memory import RULES
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.training.callbacks import Callback, Evaluation
-from infini_model.training.distributed import World
-from infini_model.training.parallel import TrainModule, full_tensor
+from infini_model.training.parallel import full_tensor
 from infini_model.training.setup import TrainingSetup
 
 # Windows of the probe, some of those that the validation scores; each costs as much as two.
@@ -33,31 +31,21 @@ log = logging.getLogger(__name__)
 
 
 def validate_split(
-    windows: Windows,
-    model: TrainModule,
-    world: World,
-    *,
-    batch_size: int,
-    max_windows: int | None,
-    is_stopped: Callable[[], bool],
+    setup: TrainingSetup, split: str, is_stopped: Callable[[], bool]
 ) -> Tensor | None:
     """Loss sums and target counts of a sample of the split, the same on all ranks.
 
-    Args:
-        windows: Windows of the split.
-        model: Scores the batches, as in the evaluation report.
-        world: The ranks that share the work.
-        batch_size: Windows per batch of a rank.
-        max_windows: Size of the sample; None scores the whole split.
-        is_stopped: Called after each batch on all ranks; if true, validation stops and returns
-            None.
+    `is_stopped` is called after each batch on all ranks; if true, validation stops and returns
+    None.
 
     Returns:
         By source and segment of the window, [sources, 2, S] float64 on the CPU.
     """
     totals: Tensor | None = None
-    for batch in validation_batches(windows, batch_size, world.rank, world.size, max_windows):
-        scored = windows.sum_by_source(model.score(batch), batch)
+    windows, world, most = setup.windows(split), setup.world, setup.config.evaluation.max_windows
+    batch_size = setup.config.training.batch_size
+    for batch in validation_batches(windows, batch_size, world.rank, world.size, most):
+        scored = windows.sum_by_source(setup.train_module.score(batch), batch)
         totals = scored if totals is None else totals + scored
         if is_stopped():
             return None
@@ -83,25 +71,12 @@ def loss_by_segment(sums: Tensor, targets: Tensor) -> dict[str, float]:
     return found
 
 
-class MemoryProbe(NamedTuple):
-    """A few windows, scored with memory and without.
+def probe_memory(setup: TrainingSetup, split: str) -> dict[str, float]:
+    """Score a fixed part of the sample of `validate_split` with memory and without.
 
-    Attributes:
-        loss: Mean loss over their targets, in nats.
-        gain: How much lower that is than without memory.
-        error: Standard error of the gain, of differences that are paired by window; infinite for a
-            single one.
-    """
-
-    loss: float
-    gain: float
-    error: float
-
-
-def probe_memory(setup: TrainingSetup, split: str) -> MemoryProbe | None:
-    """Probe a fixed part of the sample of `validate_split`, the same on all ranks.
-
-    None if no window has a target.
+    Returns metrics, the same on all ranks; none if no window has a target. The gain is how much
+    lower the loss is with memory; the differences are paired by window, and the standard error of a
+    single one is infinite.
     """
     config, world, most = setup.config, setup.world, PROBE_WINDOWS
     if config.evaluation.max_windows is not None:
@@ -116,15 +91,21 @@ def probe_memory(setup: TrainingSetup, split: str) -> MemoryProbe | None:
         paired = torch.stack([each.sum() for each in (*terms, (targets > 0).double())])
         sums = paired if sums is None else sums + paired
     if sums is None:
-        return None
+        return {}
     total, gained, counted, of_gains, of_both, of_targets, count = world.sum(sums).tolist()
     if not counted:
-        return None
+        return {}
     mean, error = gained / counted, math.inf
     if count > 1:
         residuals = max(0.0, of_gains - 2.0 * mean * of_both + mean * mean * of_targets)
         error = (residuals * count / (count - 1)) ** 0.5 / counted
-    return MemoryProbe(total / counted, mean, error)
+    loss = total / counted
+    return {
+        "memory/probe_loss": loss,
+        "memory/probe_loss_without_memory": loss + mean,
+        "memory/probe_gain": mean,
+        "memory/probe_gain_error": error,
+    }
 
 
 class MemoryReports(Callback):
@@ -163,11 +144,7 @@ class MemoryReports(Callback):
             found[f"{prefix}_mean"] = heads.mean().item()
             found[f"{prefix}_min"] = heads.min().item()
             found[f"{prefix}_max"] = heads.max().item()
-        if (probe := probe_memory(setup, evaluation.split)) is not None:
-            found["memory/probe_loss"] = probe.loss
-            found["memory/probe_loss_without_memory"] = probe.loss + probe.gain
-            found["memory/probe_gain"] = probe.gain
-            found["memory/probe_gain_error"] = probe.error
+        found |= probe_memory(setup, evaluation.split)
         found = {name: value for name, value in found.items() if math.isfinite(value)}
         self._newest |= found | {"step": evaluation.step}
         for kind, sentence in self._findings() if setup.world.is_main else ():

@@ -23,7 +23,7 @@ from infini_model.training import train as loop
 from infini_model.training import validation
 from infini_model.training.callbacks import Callback
 from infini_model.training.train import train
-from infini_model.training.validation import PROBE_WINDOWS, MemoryProbe
+from infini_model.training.validation import PROBE_WINDOWS
 
 AT_VALIDATION = {
     *(f"memory/probe_{name}" for name in ("loss", "loss_without_memory", "gain", "gain_error")),
@@ -153,7 +153,7 @@ def test_read_weights_that_do_not_move_are_warned_of_once_per_run(warned, tmp_pa
 
 
 def test_a_memory_that_hurts_is_warned_of(warned, monkeypatch):
-    found = MemoryProbe(3.0, -0.05, 0.02)
+    found = {"memory/probe_gain": -0.05, "memory/probe_gain_error": 0.02}
     monkeypatch.setattr(validation, "probe_memory", lambda *_, **__: found)
     (warning,) = warned()
     assert "At step 12: The memory hurts: with the same weights the loss is 0.0500 low" in warning

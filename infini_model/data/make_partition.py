@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from infini_model.data.manifest import SPLITS, Shard, Split, TokenizerRecord, array_starts
+from infini_model.data.manifest import SPLITS, Shard, Split, array_starts
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.sources.formats import read_documents
 from infini_model.data.sources.text import MAX_OFFSET, hash_documents, splits_of, string_buffers
@@ -71,11 +72,7 @@ def _write(
     spec: PartitionSpec, tokenizer: Tokenizer, folder: Path, advance: Advance
 ) -> PartitionRecord:
     dtype = np.dtype(spec.tokenizer.dtype)
-    has_turns = spec.reading.conversations is not None
-    writers = {
-        split: ShardWriter(folder, spec.key, split, dtype, conversations=has_turns)
-        for split in SPLITS
-    }
+    writers = {split: ShardWriter(folder, spec.key, split, dtype) for split in SPLITS}
     documents = encoded = size = skipped = 0
     for batch in read_documents(spec.ranges, spec.reading, ENCODE_BYTES):
         skipped += batch.skipped
@@ -133,11 +130,12 @@ def _add(
     whole = pa.StringArray.from_buffers(len(edges) - 1, starts, pa.py_buffer(data))
     hashes = hash_documents(whole)
     split_of = splits_of(hashes, spec.splits)
-    encoded = encode_documents(ragged, edges, spec.tokenizer)
+    rows = encode_documents(ragged, edges, spec)
     for number, writer in enumerate(writers.values()):
         documents = np.flatnonzero(split_of == number)
         if len(documents):
-            writer.add(encoded.take(documents), hashes[documents, 0])
+            taken = [each.take(pa.array(documents)) for each in rows]
+            writer.add(taken, hashes[documents, 0])
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -147,43 +145,6 @@ def id_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
-class EncodedDocuments(NamedTuple):
-    """The texts of documents as binary rows, and a row for each token that goes around a document.
-
-    `edges` int64 [documents + 1] are where the texts of each begin. With `begins`, the row before
-    the last is the token that begins documents; the last row is the end-of-text token.
-    """
-
-    array: pa.LargeBinaryArray
-    edges: np.ndarray
-    begins: bool
-
-    def take(self, documents: np.ndarray) -> EncodedRows:
-        """The rows of `documents` int64 [n] in this order, each with those that go around it."""
-        counts = np.diff(self.edges)[documents] + self.begins + 1
-        ends = np.cumsum(counts)
-        # Which text of its document a row is: -1 is the token that begins it.
-        number = np.arange(ends[-1]) - np.repeat(ends - counts + self.begins, counts)
-        rows = number + np.repeat(self.edges[documents], counts)
-        rows[number < 0] = len(self.array) - 2
-        rows[ends - 1] = len(self.array) - 1
-        learnt = (number > 0) & (number % 2 == 1)
-        learnt[ends - 1] = True
-        return EncodedRows(self.array.take(pa.array(rows)), learnt, counts)
-
-
-class EncodedRows(NamedTuple):
-    """Binary rows of whole documents.
-
-    `learnt` bool [rows] is true for those that a conversation teaches, every second one and the
-    last; `counts` int64 [documents] is how many rows each document has.
-    """
-
-    array: pa.LargeBinaryArray
-    learnt: np.ndarray
-    counts: np.ndarray
-
-
 class ShardWriter:
     """Appends documents to the shards of one split.
 
@@ -191,18 +152,18 @@ class ShardWriter:
     a column more, as `write_shard` says.
     """
 
-    def __init__(
-        self, folder: Path, key: str, split: Split, dtype: np.dtype, *, conversations: bool
-    ) -> None:
+    def __init__(self, folder: Path, key: str, split: Split, dtype: np.dtype) -> None:
         self._folder, self._key, self._split, self._dtype = folder, key, split, dtype
-        self._conversations = conversations
-        self._pending: list[tuple[EncodedRows, np.ndarray]] = []
+        self._pending: list[tuple[list[pa.Array], np.ndarray]] = []
         self._pending_bytes = 0
         self._shards: list[Shard] = []
 
-    def add(self, rows: EncodedRows, hashes: np.ndarray) -> None:
-        """Append documents, and `hashes` uint64 [documents]. Raises `OSError` on a full disk."""
-        size = len(_buffers(rows.array)[1])
+    def add(self, rows: list[pa.Array], hashes: np.ndarray) -> None:
+        """Append documents, and `hashes` uint64 [documents]. Raises `OSError` on a full disk.
+
+        `rows` are those of `encode_documents`.
+        """
+        size = len(_buffers(rows[0])[1])
         if self._pending and self._pending_bytes + size > SHARD_BYTES:
             self._flush()
         self._pending.append((rows, hashes))
@@ -216,13 +177,12 @@ class ShardWriter:
 
     def _flush(self) -> None:
         rows, hashes = zip(*self._pending, strict=True)
-        arrays, learnt, counts = zip(*rows, strict=True)
         self._pending, self._pending_bytes = [], 0
-        ends, data = _buffers(pa.concat_arrays(arrays))
-        edges = ends // self._dtype.itemsize
-        starts = np.append(0, np.cumsum(np.concatenate(counts)))
-        documents = Ragged(data.view(self._dtype), edges[starts])
-        bits = np.repeat(np.concatenate(learnt), np.diff(edges)) if self._conversations else None
+        (edges, data), *turns = (
+            _buffers(pa.concat_arrays(each)) for each in zip(*rows, strict=True)
+        )
+        documents = Ragged(data.view(self._dtype), edges // self._dtype.itemsize)
+        learnt = turns[0][1].view(bool) if turns else None
         name = f"{self._split}-{len(self._shards)}.arrow"
         path = self._folder / name
         self._shards.append(
@@ -231,32 +191,44 @@ class ShardWriter:
                 path=f"{self._key}/{name}",
                 documents=len(documents.offsets) - 1,
                 tokens=len(documents.ids),
-                start=write_shard(path, documents, np.concatenate(hashes), bits),
+                start=write_shard(path, documents, np.concatenate(hashes), learnt),
                 bytes=path.stat().st_size,
                 sha256=storage.sha256(path),
             )
         )
 
 
-def encode_documents(
-    encoded: Ragged, edges: np.ndarray, record: TokenizerRecord
-) -> EncodedDocuments:
-    """The texts of documents as rows, and the tokens that begin and end each.
+def encode_documents(ragged: Ragged, edges: np.ndarray, spec: PartitionSpec) -> list[pa.Array]:
+    """The tokens of documents as binary rows, and of conversations which are learned, as others.
 
-    `edges` int64 [documents + 1] are where the texts of each document begin. Arrow takes binary
-    rows whole, but lists number by number.
+    `edges` int64 [documents + 1] are where the texts of each document begin. A conversation teaches
+    every second text, and the token that ends it. Arrow takes binary rows whole, but lists number
+    by number.
     """
-    around = [record.eos_token_id]
-    if record.bos_token_id is not None:
-        around.insert(0, record.bos_token_id)
-    ids = np.empty(len(encoded.ids) + len(around), record.dtype)
-    ids[: -len(around)] = encoded.ids
-    ids[-len(around) :] = around
-    ends = np.arange(len(encoded.ids), len(ids)) + 1
-    offsets = np.append(encoded.offsets, ends) * ids.itemsize
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(ids)]
-    array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
-    return EncodedDocuments(array, edges, len(around) > 1)
+    record, bounds = spec.tokenizer, ragged.offsets[edges]
+    ids = ragged.ids.astype(record.dtype, copy=False)
+    rows = [_closed_rows(ids, bounds, record.bos_token_id, record.eos_token_id)]
+    if spec.reading.conversations is not None:
+        counts = np.diff(edges)
+        number = np.arange(edges[0], edges[-1]) - np.repeat(edges[:-1], counts)
+        learnt = np.repeat(number % 2 == 1, np.diff(ragged.offsets))
+        begin = None if record.bos_token_id is None else 0
+        rows.append(_closed_rows(learnt, bounds, begin, 1))
+    return rows
+
+
+def _closed_rows(
+    values: np.ndarray, bounds: np.ndarray, begin: int | None, end: int
+) -> pa.LargeBinaryArray:
+    """Rows of bytes between consecutive `bounds` of `values`, each with what begins and ends it."""
+    places = pa.py_buffer(bounds.astype(np.int64) * values.itemsize)
+    buffers = [None, places, pa.py_buffer(np.ascontiguousarray(values))]
+    rows = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(bounds) - 1, buffers)
+    first, last = (
+        pa.scalar(b"" if each is None else values.dtype.type(each).tobytes(), rows.type)
+        for each in (begin, end)
+    )
+    return pc.binary_join_element_wise(first, rows, last, pa.scalar(b"", rows.type))
 
 
 def _buffers(rows: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:

@@ -130,7 +130,7 @@ def read_json(
             yield from read_json_lines(file, part, reading, batch_bytes)
             return
     rows = map(checked_object, values_in(chain([head], data)))
-    yield from _of_objects(rows, part, reading, batch_bytes)
+    yield from _of_objects(rows, part.file.address, reading, batch_bytes)
 
 
 def read_csv(
@@ -154,15 +154,22 @@ def read_csv(
         except csv.Error as error:
             raise DataError(f"at line {rows.line_num}: {error}") from error
 
-    yield from _of_objects(objects(), part, reading, batch_bytes)
+    yield from _of_objects(objects(), part.file.address, reading, batch_bytes)
 
 
 def _of_objects(
-    objects: Iterator[dict[str, Any]], part: FileRange, reading: Reading, batch_bytes: int
+    objects: Iterator[dict[str, Any]],
+    address: str,
+    reading: Reading,
+    batch_bytes: int,
+    number: int = 0,
 ) -> Iterator[pa.Array]:
-    """The rows of objects in arrays of about `batch_bytes`; errors tell the number of an object."""
+    """The rows of objects in arrays of about `batch_bytes`; errors tell the number of an object.
+
+    `number` objects of the file come before these.
+    """
     rows: list[str | list[str] | None] = []
-    number, size = 0, 0
+    size = 0
     while True:
         try:
             number += 1
@@ -170,7 +177,7 @@ def _of_objects(
                 break
             rows.append(_row_of(found, reading))
         except DataError as error:
-            raise DataError(f"{part.file.address}, row {number}: {error}") from error
+            raise DataError(f"{address}, row {number}: {error}") from error
         row = rows[-1]
         size += len(row) if isinstance(row, str) else sum(map(len, row or ()))
         if size >= batch_bytes:
@@ -352,13 +359,8 @@ def _rows(
             return
         array.validate(full=True)
     columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
-    rows = []
-    for number, row in enumerate(pa.RecordBatch.from_pydict(columns).to_pylist(), first_row + 1):
-        try:
-            rows.append(_row_of(row, reading))
-        except DataError as error:
-            raise DataError(f"{address}, row {number}: {error}") from error
-    yield pa.array(rows, reading.type)
+    rows = iter(pa.RecordBatch.from_pydict(columns).to_pylist())
+    yield from _of_objects(rows, address, reading, MAX_OFFSET, first_row)
 
 
 def _as_texts(array: pa.Array) -> pa.StringArray | None:

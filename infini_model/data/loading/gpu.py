@@ -8,6 +8,7 @@ Training reads finished shards instead; see `infini_model.data.loading.loader`.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,24 +61,13 @@ def get_gpu_train_dataloader(
     segment_length: int,
     *,
     batch_size: int,
-    gradient_accumulation_steps: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int = 0,
-    samples_seen: int = 0,
     device: torch.device | str = "cuda",
+    **options: Any,
 ) -> Loader:
     """The training batches of a dataset folder, prefetched to `device`.
 
+    `options` are others of `Loader`, such as `rank`, `world_size` and `seed`.
     Raises `DataError` as `open_windows` and `Loader` do.
     """
-    return Loader(
-        open_windows(dataset_dir, "train", packing, segment_length),
-        batch_size=batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        samples_seen=samples_seen,
-        device=device,
-    )
+    windows = open_windows(dataset_dir, "train", packing, segment_length)
+    return Loader(windows, batch_size=batch_size, device=device, **options)

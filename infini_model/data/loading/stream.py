@@ -53,11 +53,6 @@ class ShardArrays(NamedTuple):
     offsets: np.ndarray
     learnt: np.ndarray
 
-    def tokens_at(self, places: np.ndarray) -> np.ndarray:
-        """The tokens at these places."""
-        tokens: np.ndarray = self.values[places]
-        return tokens
-
     def learnt_at(self, places: np.ndarray) -> np.ndarray:
         """Whether the tokens at these places are learned: bool."""
         if not len(self.learnt):
@@ -281,7 +276,7 @@ class TokenStream:
         crossing = np.flatnonzero(~whole)
         if len(crossing):
             rows[crossing] = self._gather_singly(
-                starts[crossing], length, ShardArrays.tokens_at, self.dtype
+                starts[crossing], length, lambda shard, places: shard.values[places], self.dtype
             )
         return rows
 

@@ -280,13 +280,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
             "_output_all_columns": False,
             "_split": split,
         }
-        info = {
-            "citation": "",
-            "description": "",
-            "features": features(dtype, conversations=has_turns),
-            "homepage": "",
-            "license": "",
-        }
+        info = {"features": features(dtype, conversations=has_turns)}
         (folder / split / "state.json").write_text(json.dumps(state, indent=2))
         (folder / split / "dataset_info.json").write_text(json.dumps(info, indent=2))
     (folder / ASSEMBLED).write_text(json.dumps({"splits": list(SPLITS)}))

@@ -71,7 +71,7 @@ class Drawn:
     def inputs(self, batch: Batch) -> Inputs:
         """As many sequences as windows, and as long; the key of the first one decides them all."""
         rows, _, length = batch.tokens.shape
-        rng = np.random.default_rng((self._seed, int(batch.keys[0])))
+        rng = np.random.default_rng((self._seed, int(batch.noise_keys[0])))
         input_ids, labels = self._draw(rng, rows, length // SEGMENT)
         return Inputs(input_ids, labels, None, labels != IGNORED)
 

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from infini_model.cleaning import Scope, delete_garbage, find_garbage, retire_garbage, usage
 from infini_model.config import Config
 from infini_model.config.locations import is_url
-from infini_model.data.finished import dataset_folder, stored_dataset
+from infini_model.data.lookup import resolve_dataset, stored_dataset
 from infini_model.data.manifest import Shard, read_origin
 from infini_model.data.verify import examine_dataset
 from infini_model.runtime.errors import DataError, UserError
@@ -29,14 +29,14 @@ def counted(count: int, noun: str) -> str:
 def verify(config: Config, name: str | None) -> None:
     """Compare every checksum of a dataset and print each file that is missing or damaged.
 
-    `name` is a dataset's name, path or address (see `dataset_folder`); None is the newest. Of a
+    `name` is a dataset's name, path or address (see `resolve_dataset`); None is the newest. Of a
     dataset in a store the objects are read, unless the path of a working copy is given.
 
     Raises `DataError` if there is no such dataset, or a file of it is missing or damaged, and as
     `ObjectStore` does.
     """
     began = time.monotonic()
-    place = dataset_folder(name, config.run)
+    place = resolve_dataset(name, config.run)
     found = _verify_stored(place, config) if is_url(place) else _verify_folder(Path(place))
     seconds = time.monotonic() - began
     for fault in found.faults:

@@ -277,7 +277,7 @@ def _data(given: Mapping[str, Any], command: str) -> Tree:
     if command in ("train", "evaluate") or given["skip_preprocessing"]:
         return {"data": {"folder": folder}}
     if not is_url(folder):
-        from infini_model.data.finished import datasets_place, is_dataset
+        from infini_model.data.lookup import datasets_place, is_dataset
 
         if command in ("run", "compare", "show") and is_dataset(folder):
             return {"data": {"folder": folder}}

@@ -302,7 +302,7 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
 
 def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
     """The folder of a run's dataset, with its manifest and tokenizer and perhaps no shards."""
-    from infini_model.data.finished import finished_dataset
+    from infini_model.data.lookup import finished_dataset
 
     dataset = dataset_here(run_dir)
     if isinstance(dataset, Path) and dataset.exists():

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from infini_model.config import Config
 from infini_model.data.downloads import download_shards
-from infini_model.data.finished import finished_dataset
 from infini_model.data.loading.coverage import measure_coverage
 from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.stream import count_duplicates
 from infini_model.data.loading.windows import Batch, Windows
+from infini_model.data.lookup import finished_dataset
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer

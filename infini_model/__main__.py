@@ -49,7 +49,7 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.build import plan_dataset
-    from infini_model.data.finished import finished_dataset
+    from infini_model.data.lookup import finished_dataset
     from infini_model.data.sources.files import Listing
     from infini_model.runtime.records import read_record
 

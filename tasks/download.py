@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import task
 
 from infini_model.config import Config
-from infini_model.data.finished import check_holds_datasets
+from infini_model.data.lookup import check_holds_datasets
 from tasks.failures import failure_as_state
 from tasks.stage import STAGE, run_stage, run_with_retries
 

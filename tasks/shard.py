@@ -1,6 +1,7 @@
 """The shard stage: a dataset that is finished, or one that is made of the source's files.
 
-Its first part, the plan, identifies the dataset and what of it stands; the second builds the rest.
+Its first part, the plan, identifies the dataset and what of it already exists; the second builds
+the rest.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _plan_name() -> str:
 @task(name="plan", task_run_name=_plan_name, **STAGE)
 @failure_as_state
 def _plan(config: Config, listing: Path | None) -> Plan:
-    """Identify the requested dataset by its content key, and what of it stands.
+    """Identify the requested dataset by its content key, and what of it already exists.
 
     Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
     `data.folder`, or the newest one. An existing folder is checked to be intact.

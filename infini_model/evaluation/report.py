@@ -202,7 +202,7 @@ def _parameters(model: InfiniLlama) -> int:
 
 def _tokens_read(context: EvalContext) -> str:
     packing = context.config.packing
-    tokens = context.position.samples_seen * packing.context_length
+    tokens = context.position.windows_read * packing.context_length
     return f"{tokens:,} tokens{'' if packing.mode == 'packed' else ' (including padding)'}"
 
 

@@ -1,7 +1,7 @@
 """The interface of an objective, and the module that computes its loss.
 
-An objective's randomness is keyed by (seed, `Batch.keys`), so a resumed run draws the same numbers
-as an uninterrupted one.
+An objective's randomness is keyed by (seed, `Batch.noise_keys`), so a resumed run draws the same
+numbers as an uninterrupted one.
 """
 
 from __future__ import annotations

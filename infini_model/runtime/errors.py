@@ -53,13 +53,13 @@ class DeviceError(UserError):
 class NonFiniteError(ArithmeticError):
     """The loss or a gradient is NaN or infinite; the weights are those of the previous step.
 
-    `samples_seen` is the number of windows read before the global batch that caused it; None if no
+    `windows_read` is the number of windows read before the global batch that caused it; None if no
     batch did.
     """
 
-    def __init__(self, message: str, samples_seen: int | None = None) -> None:
+    def __init__(self, message: str, windows_read: int | None = None) -> None:
         super().__init__(message)
-        self.samples_seen = samples_seen
+        self.windows_read = windows_read
 
 
 class UnreachableError(ConnectionError):

@@ -56,7 +56,7 @@ class TrainerState:
 
     Attributes:
         step: Optimizer steps taken.
-        samples_seen: Windows of the training split read, over all ranks; `consumed` in the file.
+        windows_read: Windows of the training split read, over all ranks.
         seed: Seed of the initial weights, the order of windows and what the objective draws.
         world_size: Number of ranks.
         dataset_key: Content key of the dataset.
@@ -67,7 +67,7 @@ class TrainerState:
     """
 
     step: int
-    samples_seen: int
+    windows_read: int
     seed: int
     world_size: int
     dataset_key: str
@@ -82,16 +82,13 @@ class TrainerState:
 
     def write(self, folder: Path) -> None:
         """Write `state.json` of a checkpoint, with the versions of what wrote it."""
-        tree = asdict(self)
-        tree["consumed"] = tree.pop("samples_seen")
         versions = package_versions("infini-llama", "torch", "safetensors")
-        dump_json(folder / STATE, tree | {"versions": versions})
+        dump_json(folder / STATE, asdict(self) | {"versions": versions})
 
 
 def read_state(checkpoint: Path) -> TrainerState:
     """The `TrainerState` of a verified checkpoint."""
     tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    tree["samples_seen"] = tree["consumed"]
     return TrainerState(**{k: tree[k] for k in TrainerState.__dataclass_fields__ if k in tree})
 
 

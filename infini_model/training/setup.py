@@ -115,11 +115,11 @@ class TrainingSetup:
         path = str(self.dataset_dir.resolve())
         return {"name": self.manifest.name, "key": self.manifest.key, "path": path}
 
-    def state(self, step: int, samples_seen: int) -> TrainerState:
-        """The state after `step` steps, with `samples_seen` windows read."""
+    def state(self, step: int, windows_read: int) -> TrainerState:
+        """The state after `step` steps, with `windows_read` windows read."""
         return TrainerState(
             step=step,
-            samples_seen=samples_seen,
+            windows_read=windows_read,
             seed=self.config.run.seed,
             world_size=self.world.size,
             dataset_key=self.manifest.key,
@@ -171,7 +171,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         rank=world.rank,
         world_size=world.size,
         seed=config.run.seed,
-        samples_seen=0 if start is None else start.samples_seen,
+        windows_read=0 if start is None else start.windows_read,
         device=world.device,
     )
     saved_step = None if start is None else start.step

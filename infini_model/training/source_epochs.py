@@ -52,6 +52,6 @@ class SourceEpochs(Callback):
         epochs = self._epochs(step.first_window + self._setup.plan.global_batch)
         return {f"train/{name}/epochs": count for name, count in epochs.items()}
 
-    def _epochs(self, samples_seen: int) -> dict[str, float]:
-        epochs = self._setup.loader.epochs(samples_seen)
+    def _epochs(self, windows_read: int) -> dict[str, float]:
+        epochs = self._setup.loader.epochs(windows_read)
         return {name: count for name, count in epochs.items() if name}

@@ -225,7 +225,7 @@ class Trainer:
                 number=self.step,
                 total=self.config.training.total_steps,
                 learning_rate=rate,
-                first_window=self.loader.samples_seen - self.loader.global_batch,
+                first_window=self.loader.windows_read - self.loader.global_batch,
                 wait_seconds=self.loader.wait_seconds,
                 logged=self._is_due(self.config.logging.logging_steps),
             ),
@@ -246,8 +246,8 @@ class Trainer:
 
     def _next_batches(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch not marked to be skipped."""
-        while self.loader.samples_seen in self.setup.recovery.skipped:
-            log.warning("skipping the global batch at window %d", self.loader.samples_seen)
+        while self.loader.windows_read in self.setup.recovery.skipped:
+            log.warning("skipping the global batch at window %d", self.loader.windows_read)
             next(self.loader)
         return next(self.loader)
 
@@ -307,7 +307,7 @@ class Trainer:
     def _save(self) -> None:
         """Save this step unless already saved. Re-raises errors of the checkpoint writer."""
         self.expect_long_work()
-        state = self.setup.state(self.step, self.loader.samples_seen)
+        state = self.setup.state(self.step, self.loader.windows_read)
         seconds = self.checkpointer.save(state)
         if seconds is not None:
             self._callbacks.call(Callback.after_checkpoint, self.step, seconds)

@@ -49,7 +49,8 @@ class Phase:
         windows: The windows.
         first: Where it begins, in windows of `packing.context_length` read before.
         parts: How many of its windows have the tokens of one of these.
-        first_key: The key of its first window, `Batch.keys`; those before it have smaller ones.
+        first_key: The key of its first window, in `Batch.noise_keys`; those before it have
+            smaller ones.
         weights: Those of the sources; None is by size.
     """
 
@@ -95,7 +96,7 @@ def make_phases(
 class Loader:
     """An endless iterator: `next()` returns this rank's micro-batches of the next global batch.
 
-    `samples_seen` counts the windows, over all ranks, in the batches returned so far: with it and
+    `windows_read` counts the windows, over all ranks, in the batches returned so far: with it and
     the seed another loader resumes from there. With `phases`, whose last is of `windows`, shorter
     windows count by their tokens. `wait_seconds` is how long the last `next()` waited. A thread
     prefetches batches while the caller works; on CUDA it copies them to the device on a separate
@@ -114,14 +115,14 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        samples_seen: int = 0,
+        windows_read: int = 0,
         device: torch.device | str = "cpu",
         tokens_at_once: int = TOKENS_AT_ONCE,
         phases: Sequence[Phase] = (),
     ) -> None:
         self.windows = windows
         self.phases = phases or [Phase(windows)]
-        self.samples_seen = samples_seen
+        self.windows_read = windows_read
         self.wait_seconds = 0.0
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
         window_tokens = windows.packing.row_length * windows.packing.rows_per_window
@@ -134,12 +135,12 @@ class Loader:
         self._rank_tokens = self.global_batch // world_size * window_tokens
         self._steps_at_once = max(1, tokens_at_once // self._rank_tokens)
         self._share = np.arange(self.global_batch).reshape(world_size, -1, batch_size)[rank]
-        self._cached_numbers = samples_seen, self._numbers_from(samples_seen)
+        self._cached_numbers = windows_read, self._numbers_from(windows_read)
         self._device = torch.device(device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._gathered = samples_seen  # by the thread
+        self._gathered = windows_read  # by the thread
         self._thread = ThreadPoolExecutor(1, "loader", initializer=self._use_device)
         self._ready: deque[list[Batch]] = deque()
         self._prefetched: Future[list[list[Batch]]] | None = None
@@ -164,59 +165,59 @@ class Loader:
         batches = self._ready.popleft()
         self._record_stream(batches)
         self.wait_seconds = time.perf_counter() - began
-        self.samples_seen += self.global_batch
+        self.windows_read += self.global_batch
         return batches
 
-    def windows_at(self, samples_seen: int) -> Windows:
-        """The windows that the global batch after `samples_seen` windows is of."""
-        return self.phases[self._phase_at(samples_seen)].windows
+    def windows_at(self, windows_read: int) -> Windows:
+        """The windows that the global batch after `windows_read` windows is of."""
+        return self.phases[self._phase_at(windows_read)].windows
 
-    def numbers(self, samples_seen: int) -> np.ndarray:
-        """The windows of this rank in the global batch after `samples_seen` windows.
+    def numbers(self, windows_read: int) -> np.ndarray:
+        """The windows of this rank in the global batch after `windows_read` windows.
 
         [micro-batches, windows of one] int64.
         """
         first, cached = self._cached_numbers
-        step, rest = divmod(samples_seen - first, self.global_batch)
+        step, rest = divmod(windows_read - first, self.global_batch)
         if rest or not 0 <= step < len(cached):
-            step, cached = 0, self._numbers_from(samples_seen)
+            step, cached = 0, self._numbers_from(windows_read)
             # A single assignment, as both the loader's thread and the caller get here.
-            self._cached_numbers = samples_seen, cached
+            self._cached_numbers = windows_read, cached
         numbers: np.ndarray = cached[step]
         return numbers
 
-    def _numbers_from(self, samples_seen: int) -> np.ndarray:
+    def _numbers_from(self, windows_read: int) -> np.ndarray:
         """`numbers` of this global batch and the following ones of its phase, [steps, …]."""
-        positions = self._positions(samples_seen, max(1, POSITIONS_AT_ONCE // self._share.size))
-        index = self._phase_at(samples_seen)
+        positions = self._positions(windows_read, max(1, POSITIONS_AT_ONCE // self._share.size))
+        index = self._phase_at(windows_read)
         mixture = self.phases[index].mixture
         return mixture.windows_at(positions.reshape(-1), self._seed, index).reshape(positions.shape)
 
-    def epochs(self, samples_seen: int) -> dict[str, float]:
-        """The passes over each source after `samples_seen` windows, by its name."""
+    def epochs(self, windows_read: int) -> dict[str, float]:
+        """The passes over each source after `windows_read` windows, by its name."""
         epochs = dict.fromkeys(self.windows.sources, 0.0)
         for phase, after in itertools.zip_longest(self.phases, self.phases[1:]):
-            end = samples_seen if after is None else min(samples_seen, after.first)
+            end = windows_read if after is None else min(windows_read, after.first)
             read = phase.mixture.epochs_in(max(0, end - phase.first) * phase.parts)
             epochs = {name: epochs[name] + each for name, each in zip(epochs, read, strict=True)}
         return epochs
 
-    def _phase_at(self, samples_seen: int) -> int:
-        """The number of the phase of the global batch after `samples_seen` windows."""
-        return bisect_right(self.phases, samples_seen, key=lambda phase: phase.first) - 1
+    def _phase_at(self, windows_read: int) -> int:
+        """The number of the phase of the global batch after `windows_read` windows."""
+        return bisect_right(self.phases, windows_read, key=lambda phase: phase.first) - 1
 
-    def _positions(self, samples_seen: int, most: int) -> np.ndarray:
-        """This rank's positions in its phase of up to `most` global batches after `samples_seen`.
+    def _positions(self, windows_read: int, most: int) -> np.ndarray:
+        """This rank's positions in its phase of up to `most` global batches after `windows_read`.
 
         [steps, micro-batches, windows of one] int64; the steps end with the phase.
         """
-        index = self._phase_at(samples_seen)
+        index = self._phase_at(windows_read)
         phase, steps = self.phases[index], most
         if index + 1 < len(self.phases):
-            left = self.phases[index + 1].first - samples_seen
+            left = self.phases[index + 1].first - windows_read
             steps = min(most, max(1, left // self.global_batch))
         share = self._share[..., None] * phase.parts + np.arange(phase.parts)
-        starts = (samples_seen - phase.first + self.global_batch * np.arange(steps)) * phase.parts
+        starts = (windows_read - phase.first + self.global_batch * np.arange(steps)) * phase.parts
         positions: np.ndarray = np.add.outer(starts, share.reshape(len(share), -1))
         return positions
 

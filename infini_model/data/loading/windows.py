@@ -36,8 +36,8 @@ class Batch(NamedTuple):
             if that is all L everywhere.
         document_starts: bool [B, T / segment_length], true where a segment starts a new document,
             or None.
-        keys: int64 [B], key of an objective's randomness, besides the seed: the window's position
-            in the endless training order, or its number in the split.
+        noise_keys: int64 [B], key of an objective's randomness, besides the seed: the window's
+            position in the endless training order, or its number in the split.
         learnt: bool [B, R, L + 1], whether each token of a conversation is learned; None if
             documents are texts.
     """
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     valid: Tensor | None
     document_starts: Tensor | None
-    keys: Tensor
+    noise_keys: Tensor
     learnt: Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
@@ -108,7 +108,7 @@ class Windows:
         """Sum what is scored of each window of a validation batch, [B, …]: [sources, …]."""
         totals = scored.new_zeros(len(self.packing.window_starts) - 1, *scored.shape[1:])
         ends = torch.tensor(self.packing.window_starts[1:])
-        sources = torch.searchsorted(ends, batch.keys.cpu(), right=True)
+        sources = torch.searchsorted(ends, batch.noise_keys.cpu(), right=True)
         return totals.index_add(0, sources.to(scored.device), scored)
 
     def gather(self, numbers: np.ndarray, keys: np.ndarray | None = None) -> Batch:
@@ -116,7 +116,7 @@ class Windows:
 
         Args:
             numbers: int64 [B].
-            keys: int64 [B], for `Batch.keys`; by default the numbers.
+            keys: int64 [B], for `Batch.noise_keys`; by default the numbers.
 
         Raises:
             IndexError: A number is out of range.

@@ -133,8 +133,8 @@ class Recovery:
         if failure.kind == "non-finite":
             times = sum(each.kind == failure.kind for each in changed.attempts)
             failure.is_final = times > MAX_NON_FINITE_RETRIES
-            if config.launch.skip_non_finite and failure.samples_seen is not None:
-                return replace(changed, skipped=(*self.skipped, failure.samples_seen))
+            if config.launch.skip_non_finite and failure.windows_read is not None:
+                return replace(changed, skipped=(*self.skipped, failure.windows_read))
         return changed
 
     def describe(self, config: Config) -> str:

@@ -21,7 +21,7 @@ from infini_model.config import Config, DataConfig, validate
 from infini_model.data.build import Plan, build_dataset, plan_dataset
 from infini_model.data.downloads import download_shards
 from infini_model.data.engines import LocalEngine
-from infini_model.data.finished import finished_dataset
+from infini_model.data.lookup import finished_dataset
 from infini_model.data.manifest import Manifest
 from infini_model.data.sources.listing import list_sources
 from infini_model.runtime.object_store import ObjectStore

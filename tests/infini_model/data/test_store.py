@@ -21,8 +21,8 @@ from s3_server import CREDENTIALS
 from infini_model import __main__ as stages
 from infini_model.config import PackingConfig, load_config
 from infini_model.data.downloads import download_shards
-from infini_model.data.finished import finished_dataset
 from infini_model.data.loading.windows import open_windows
+from infini_model.data.lookup import finished_dataset
 from infini_model.data.manifest import read_manifest
 from infini_model.data.store import StoredDatasets
 from infini_model.data.tokenizers.load import load_dataset_tokenizer

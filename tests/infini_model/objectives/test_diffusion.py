@@ -60,7 +60,7 @@ def test_the_masks_depend_on_seed_window_and_block_alone():
     for part, own in zip(batch.chunk(4), whole.chunk(4), strict=True):
         assert torch.equal(masks(part), own)
     assert not torch.equal(masks(batch, seed=1), whole)
-    assert not torch.equal(masks(batch._replace(keys=batch.keys + 64)), whole)
+    assert not torch.equal(masks(batch._replace(noise_keys=batch.noise_keys + 64)), whole)
     counts = whole.sum(2)
     assert all((counts[:, 0] != counts[:, block]).any() for block in range(1, BLOCKS))
 

@@ -18,7 +18,9 @@ class Cloze:
     def inputs(self, batch):
         inputs = self.causal.inputs(batch)
         width = inputs.input_ids.size(1)
-        generators = (torch.Generator().manual_seed(self.seed + key) for key in batch.keys.tolist())
+        generators = (
+            torch.Generator().manual_seed(self.seed + key) for key in batch.noise_keys.tolist()
+        )
         hidden = torch.stack([torch.rand(width, generator=each) < 0.3 for each in generators])
         return inputs._replace(input_ids=inputs.input_ids.masked_fill(hidden, 0))
 

@@ -113,7 +113,7 @@ def test_a_step_that_is_not_finite_is_reported_with_its_gradients_and_documents(
     poison(newest_checkpoint(tmp_path))
     step, folder = fail(config, poisoned, tmp_path)
     every = open_windows(poisoned, "train", config.packing, config.model.segment_length)
-    seen_before = {"seed": config.run.seed, "samples_seen": (step - 1) * 8}
+    seen_before = {"seed": config.run.seed, "windows_read": (step - 1) * 8}
     with Loader(every, batch_size=4, gradient_accumulation_steps=2, **seen_before) as loader:
         batches = [CausalLM().inputs(batch) for batch in next(loader)]
     (report,) = [r.getMessage() for r in caplog.records if "DETECTED [GPU 0]" in r.getMessage()]
@@ -137,7 +137,7 @@ def test_a_step_that_is_not_finite_is_reported_with_its_gradients_and_documents(
     }
     assert report.count("    Grad values from [") == TENSORS_SHOWN
     position = read_state(newest_checkpoint(folder))
-    assert (position.step, position.samples_seen) == (step - 1, (step - 1) * 8)
+    assert (position.step, position.windows_read) == (step - 1, (step - 1) * 8)
 
 
 def test_a_report_that_cannot_be_saved_does_not_hide_what_it_is_of(

@@ -114,7 +114,7 @@ def test_a_training_learns_records_every_step_once_and_tells_its_callbacks(
     saved = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
     assert saved == {"step-12", "step-8"}
     position = read_state(newest_checkpoint(tmp_path))
-    assert (position.samples_seen, position.precision) == (12 * 8, "fp32")
+    assert (position.windows_read, position.precision) == (12 * 8, "fp32")
 
 
 def test_a_step_that_is_not_finite_ends_the_training_before_the_weights_change(

@@ -64,15 +64,15 @@ def test_resuming_at_every_position_gives_the_remaining_batches(byte_dataset):
     steps = len(few) // 8 + 3
     with Loader(few, **options) as loader:
         whole = [rows(batches) for batches in islice(loader, steps)]
-        assert loader.samples_seen == steps * 8
+        assert loader.windows_read == steps * 8
     # An epoch holds each window once, the next one in another order.
     count, read = len(few), torch.cat(whole)
     assert sorted(read[:count].tolist()) == sorted(rows([few.gather(np.arange(count))]).tolist())
     assert not torch.equal(read[count:], read[: len(read) - count])
     for done in range(steps):
-        with Loader(few, **options, samples_seen=done * 8) as loader:
+        with Loader(few, **options, windows_read=done * 8) as loader:
             assert torch.equal(rows(next(loader)), whole[done])
-            assert loader.samples_seen == (done + 1) * 8
+            assert loader.windows_read == (done + 1) * 8
 
 
 SEGMENT = 16
@@ -111,7 +111,7 @@ def test_windows_grow_and_a_step_has_as_many_tokens_throughout(begin):
         for (batch,), length in zip(steps, LENGTHS, strict=True):
             assert batch.tokens[..., 1:].flatten(1).shape == (GLOBAL_BATCH * 64 // length, length)
         # The key of a window is no other's, in all phases.
-        keys = torch.cat([batch.keys for (batch,) in steps]).tolist()
+        keys = torch.cat([batch.noise_keys for (batch,) in steps]).tolist()
         assert len(set(keys)) == len(keys)
 
 
@@ -140,10 +140,10 @@ def test_resuming_anywhere_gives_the_same_steps(
         whole = list(islice(loader, steps))[done:]
     parts = []
     for rank in range(world_size):
-        options = {"rank": rank, "samples_seen": seen, "tokens_at_once": tokens_at_once}
+        options = {"rank": rank, "windows_read": seen, "tokens_at_once": tokens_at_once}
         with begin(world_size, accumulation, **options) as loader:
             parts.append([next(loader) for _ in whole])
-            assert loader.samples_seen == steps * GLOBAL_BATCH
+            assert loader.windows_read == steps * GLOBAL_BATCH
             # What a step has read can be found again.
             for batch, chosen in zip(parts[-1][0], loader.numbers(seen), strict=True):
                 assert torch.equal(batch.tokens, loader.windows_at(seen).gather(chosen).tokens)
@@ -151,7 +151,9 @@ def test_resuming_anywhere_gives_the_same_steps(
         assert all(len(part[step]) == accumulation for part in parts)
         found = [batch for part in parts for batch in part[step]]
         assert torch.equal(rows(found), rows(expected))
-        assert [key for batch in found for key in batch.keys.tolist()] == expected[0].keys.tolist()
+        assert [key for batch in found for key in batch.noise_keys.tolist()] == expected[
+            0
+        ].noise_keys.tolist()
 
 
 def test_a_read_that_failed_is_made_again_and_nothing_takes_its_place(windows, monkeypatch):
@@ -211,7 +213,7 @@ def assert_same(mine, theirs):
 
 def test_the_gpu_dataloader_is_a_loader(byte_dataset, each_device):
     packing = PackingConfig(mode="aligned", context_length=64)
-    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "seed": 2, "samples_seen": 6}
+    options = {"batch_size": 3, "gradient_accumulation_steps": 2, "seed": 2, "windows_read": 6}
     with (
         get_gpu_train_dataloader(byte_dataset, packing, 16, **options, device=each_device) as one,
         Loader(open_windows(byte_dataset, "train", packing, 16), **options) as other,

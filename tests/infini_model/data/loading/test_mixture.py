@@ -156,7 +156,7 @@ def test_any_number_of_ranks_reads_the_same_batches_from_any_step_on(begin):
     for done in (0, 3, 6, 9):
         for world_size in (1, 2, 3):
             ranks = [
-                begin(world_size, rank=r, samples_seen=done * BATCH) for r in range(world_size)
+                begin(world_size, rank=r, windows_read=done * BATCH) for r in range(world_size)
             ]
             for expected in islice(whole, done, None):
                 assert torch.equal(torch.cat([rows(next(rank)) for rank in ranks]), expected)
@@ -201,7 +201,7 @@ def test_as_many_windows_of_each_source_are_scored_and_stand_for_the_whole_split
     def mean(max_windows):
         totals = 0
         for batch in validation_batches(windows, 7, max_windows=max_windows):
-            worth = windows_worth(windows, batch.keys)
+            worth = windows_worth(windows, batch.noise_keys)
             totals = totals + windows.sum_by_source(worth, batch)
         sums, counts = windows.add_sources(totals, max_windows)
         return float(sums.sum() / counts.sum())

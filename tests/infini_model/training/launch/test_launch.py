@@ -415,23 +415,23 @@ def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
     dataset, make_config, tmp_path, faulty
 ):
     config = make_config(launch={"skip_non_finite": True})
-    samples_seen = 6 * 8
-    expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [samples_seen]}
+    windows_read = 6 * 8
+    expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [windows_read]}
     write_json(tmp_path / "expected" / "recovery.json", expected)
     train(config, dataset, tmp_path / "expected")
     windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
-    with Loader(windows, batch_size=8, seed=3, samples_seen=samples_seen) as loader:
+    with Loader(windows, batch_size=8, seed=3, windows_read=windows_read) as loader:
         culprit = int(CausalLM().inputs(next(loader)[0]).input_ids.sum())
     faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
     run_dir = tmp_path / "run"
     with pytest.raises(TrainingFailure, match=r"non-finite.*step 7") as caught:
         launch(Job(config, dataset, run_dir, on_line=ignore))
-    assert caught.value.samples_seen == samples_seen
+    assert caught.value.windows_read == windows_read
     assert not caught.value.is_final
     launch(Job(config, dataset, run_dir, on_line=ignore))
     assert repeatable(run_dir) == repeatable(tmp_path / "expected")
     assert weights(run_dir) == weights(tmp_path / "expected")
-    assert read_state(newest_checkpoint(run_dir)).samples_seen == (12 + 1) * 8
+    assert read_state(newest_checkpoint(run_dir)).windows_read == (12 + 1) * 8
 
 
 def test_ranks_share_cores_and_what_a_user_has_set_stays(monkeypatch):

@@ -32,8 +32,8 @@ def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, 
 @pytest.mark.parametrize("skip", [False, True], ids=["repeated", "skipped"])
 def test_non_finite_numbers_are_retried_twice(make_config, skip):
     config, recovery = make_config(launch={"skip_non_finite": skip}), Recovery()
-    for samples_seen, final in ((80, False), (None, False), (88, True)):
-        failure = TrainingFailure("non-finite", "nan", 0, samples_seen=samples_seen)
+    for windows_read, final in ((80, False), (None, False), (88, True)):
+        failure = TrainingFailure("non-finite", "nan", 0, windows_read=windows_read)
         recovery = recovery.after(failure, config, step=9)
         assert failure.is_final is final
     assert recovery.skipped == ((80, 88) if skip else ())

@@ -8,7 +8,7 @@ from builds import Machine
 from corpora import files_config, write_files
 
 from infini_model.config.tree import RunConfig
-from infini_model.data.finished import check_holds_datasets, dataset_folder, finished_dataset
+from infini_model.data.lookup import check_holds_datasets, finished_dataset, resolve_dataset
 from infini_model.runtime.errors import ConfigError, DataError
 
 
@@ -25,7 +25,7 @@ def raw(tmp_path):
 
 
 def named(spec, run):
-    place = dataset_folder(spec, run)
+    place = resolve_dataset(spec, run)
     name = place.rpartition("/")[2]
     return (run.datasets_dir / name).resolve().name
 
@@ -34,7 +34,7 @@ def test_a_dataset_is_meant_by_its_name_its_place_or_a_place_above(machine, raw,
     output = machine.folder.parent
     run = RunConfig(output_dir=output, data_dir=machine.folder, data_store=machine.address)
     with pytest.raises(DataError, match="there is no finished dataset yet"):
-        dataset_folder(None, run)
+        resolve_dataset(None, run)
     data = files_config(raw / "*", name="mine")
     old = machine.build(data).folder_name
     (raw / "more.txt").write_text("another text " * 50)

@@ -26,7 +26,7 @@ BELOW = ("", "/datasets")
 LISTED = 10
 
 
-def dataset_folder(spec: Path | str | None, run: RunConfig) -> str:
+def resolve_dataset(spec: Path | str | None, run: RunConfig) -> str:
     """The folder or the address of the dataset that `spec` means; None is the newest.
 
     It is the path or the address of a dataset, or of a folder of datasets or an output folder, of
@@ -102,13 +102,13 @@ def _found_at(place: str) -> str | None:
 
 
 def finished_dataset(config: Config) -> Plan:
-    """The dataset that `data.folder` means (see `dataset_folder`), or the newest.
+    """The dataset that `data.folder` means (see `resolve_dataset`), or the newest.
 
     One in an object store is described by its local folder from now on.
 
     Raises `DataError` in one line if there is none, or a shard is missing or damaged.
     """
-    place, manifest = dataset_folder(config.data.folder, config.run), None
+    place, manifest = resolve_dataset(config.data.folder, config.run), None
     datasets: Datasets
     if is_url(place):
         datasets, name = stored_dataset(place, config.run)

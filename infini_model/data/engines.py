@@ -91,7 +91,7 @@ class LocalEngine:
 
 
 def devices_of(device: str) -> list[str]:
-    """The devices that `data.device` means, of which a tokenizer encodes on each."""
+    """List the devices that `data.device` means; a tokenizer encodes on each."""
     if device != "cuda":
         return [device]
     import torch

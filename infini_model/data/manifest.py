@@ -216,7 +216,7 @@ def read_origin(folder: Path) -> Origin | None:
 
 
 def has_own_shards(folder: Path) -> bool:
-    """Whether the shards of a dataset are in its folder.
+    """Tell if the shards of a dataset are in its folder.
 
     In a bucket that is mounted they are in `.partitions` beside it.
     """

@@ -1,8 +1,8 @@
-"""Whether shards are what their records say.
+"""Comparing shards with what their records say.
 
 Sizes and times tell, without reading: a shard is as old as its record, or older. The checksum of
-one that was written later is compared, and those of all on demand (`infini verify`). What a
-machine has found holds for all that see the folder.
+one that was written later is compared, and those of all on demand (`infini verify`). A machine
+finds that out for all that see the folder.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def find_faults(
 
 
 def _version(stat: os.stat_result) -> str:
-    """What changes when a shard is written, and is the same on all machines that see the file.
+    """Describe a shard by what changes when it is written, and is the same on all machines.
 
-    Not ctime, which making a hard link changes too.
+    Not by ctime, which making a hard link changes too.
     """
     return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
 
@@ -152,9 +152,9 @@ def examine_dataset(
 
 
 def assembled_at(folder: Path) -> int:
-    """When a dataset folder was put together, in ns since the epoch; 0 if that is unknown.
+    """Look up when a dataset folder was put together, in ns since the epoch; 0 if it is unknown.
 
-    Not its manifest's time, which is that of the last use.
+    That is not its manifest's time, which is that of the last use.
     """
     try:
         return (folder / ASSEMBLED).stat().st_mtime_ns

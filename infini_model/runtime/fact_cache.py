@@ -74,7 +74,7 @@ class FactCache:
 
 @cache
 def fact_cache(folder: Path) -> FactCache:
-    """What is remembered about files by all machines that see a `folder`, in that folder."""
+    """Open the facts about files that all machines which see a `folder` keep in it."""
     return FactCache(folder / ".facts.json")
 
 

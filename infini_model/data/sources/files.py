@@ -114,9 +114,9 @@ class Listing(Record):
 
 
 def local_version(stat: os.stat_result) -> str:
-    """What changes whenever a local file is written, the same on all machines that see the file.
+    """Describe a local file by what changes whenever it is written: inode, size, mtime and ctime.
 
-    That is inode, size, mtime and ctime; the number of the device is each machine's own.
+    All machines that see the file see the same; the number of its device is each machine's own.
     """
     fields = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     return "-".join(map(str, fields))

@@ -155,12 +155,12 @@ def cut_of(part: FileRange, reading: Reading) -> Cut:
 
 
 def text_of_file(part: FileRange) -> int:
-    """An estimate of the bytes of text in a whole file, by its size."""
+    """Estimate the bytes of text in a whole file by its size."""
     return part.file.bytes * (EXPANSION if part.codec else 1)
 
 
 def is_alone(part: FileRange, target_bytes: int) -> bool:
-    """Whether a file shares no partition with others, which its size alone tells."""
+    """Tell by its size alone if a file shares no partition with others."""
     return text_of_file(part) > target_bytes
 
 

@@ -105,7 +105,7 @@ def _fingerprint_common(
 
 
 def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:
-    """The share that alone reads a file and makes its partitions, from 1, by the file's address.
+    """Choose the share, from 1, that alone reads a file and makes its partitions, by its address.
 
     Files that have partitions together, and those with more text than a share should have, are
     read by all shares, which divide their partitions. Sizes decide, so that the division is known

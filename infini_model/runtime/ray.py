@@ -61,8 +61,7 @@ def connect(asked: str, section: Literal["data", "launch"]) -> Iterator[str]:
         message = "the Ray cluster refuses this token; see RAY_AUTH_MODE"
         raise UserError(f"{where}: {message}") from error
     except RuntimeError as error:
-        # Of two versions that differ, Ray says both, in several lines.
-        raise UserError(f"{where}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{where}: {_in_one_line(error)}") from error
     try:
         yield address
     finally:
@@ -82,6 +81,16 @@ def _check_reachable(address: str, where: str) -> None:
         raise UnreachableError(
             f"{where}: no Ray cluster answers: {error.strerror or error}"
         ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """What Ray says in several lines about two versions that differ, and about anything else."""
+    text = str(error)
+    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
+    if len(found) != 2:
+        return " ".join(text.split())
+    cluster, here = (f"Ray {ray} and Python {python}" for ray, python in found)
+    return f"the cluster has {cluster}, this machine {here}"
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from tasks.checks import check_gpus_of_evaluation, refresh_and_check_stores
 from tasks.download import download
 from tasks.failures import FIRST
 from tasks.flow_run import earlier_subflows, name_flow_run
+from tasks.screen import screen
 from tasks.shard import Dataset, known_dataset, shard, use_dataset
 from tasks.train import outcome
 from tasks.weights import fetch_weights
@@ -117,7 +118,9 @@ def _with_dataset(config: Config, known: dict[str, Dataset]) -> Config:
     key = _dataset_key(config)
     if key not in known:
         weights = fetch_weights(config) if config.data.tokenizer.spec == MODEL_SPEC else None
-        known[key] = known_dataset(config) or shard(config, download(config), weights)
+        known[key] = known_dataset(config) or shard(
+            config, screen(config, download(config)), weights
+        )
     name = free_name(config, known[key].key)
     return config.updated(data={"folder": known[key].place}, run={"name": name})
 

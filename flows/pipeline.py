@@ -11,6 +11,7 @@ from infini_model.config import Config
 from tasks.checks import check_gpus_of_evaluation, check_training_memory, refresh_and_check_stores
 from tasks.download import download
 from tasks.evaluate import completed, evaluate
+from tasks.screen import screen
 from tasks.shard import known_dataset, shard
 from tasks.train import train
 from tasks.weights import fetch_weights
@@ -34,6 +35,6 @@ def complete_run(config: Config) -> dict[str, Any]:
     weights = fetch_weights(config)
     dataset = known_dataset(config)
     if dataset is None:
-        dataset = shard(config, download(config), weights)
+        dataset = shard(config, screen(config, download(config)), weights)
     with train(config, dataset, weights) as run_dir:
         return evaluate(config, dataset, run_dir)

@@ -16,6 +16,7 @@ from tasks.clean import clean
 from tasks.download import download
 from tasks.failures import EXPECTED, reason
 from tasks.flow_run import name_flow_run
+from tasks.screen import screen
 from tasks.shard import build_dataset, share_made, use_dataset
 from tasks.stage import run_with_retries
 
@@ -37,8 +38,10 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
     With `data.share`, the dataset may have `missing` partitions; the last share has none.
     """
     check_stores(config.run, builds_dataset=True)
-    is_given = config.data.folder is not None
-    dataset = use_dataset(config) if is_given else build_dataset(config, download(config))
+    if config.data.folder is not None:
+        dataset = use_dataset(config)
+    else:
+        dataset = build_dataset(config, screen(config, download(config)))
     name, result = dataset.folder.name, asdict(dataset) | {"folder": str(dataset.folder)}
     if dataset.missing:
         name_flow_run(f"{name} {config.data.share}", f"dataset:{name}")

@@ -1,6 +1,6 @@
 """The stages without Prefect: `python -m infini_model STAGE --config FILE …`.
 
-STAGE is weights, download, plan, shard, clean or evaluate (training is
+STAGE is weights, download, screen, plan, shard, clean or evaluate (training is
 `python -m infini_model.training`). It reports progress and the result on stdout (see
 `infini_model.runtime.stage_protocol`). Exit status: 0 on success, 2 after an error that the user
 can fix, 1 after any other, with a traceback unless a retry may help.
@@ -45,6 +45,18 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
             progress=write_progress,
         )
         return {"listing": str(write_listing(listing, config.data, run.datasets_dir))}
+
+
+def _screen(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    from infini_model.data.build import write_listing
+    from infini_model.data.screen import screen_sources
+    from infini_model.data.sources.files import Listing
+    from infini_model.runtime.records import read_record
+
+    listing, datasets_dir = read_record(arguments.listing, Listing), config.run.datasets_dir
+    screened, found = screen_sources(listing, config.data, datasets_dir, write_progress)
+    path = write_listing(screened, config.data, datasets_dir)
+    return {"listing": str(path), "sources": {k: each.model_dump() for k, each in found.items()}}
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -124,6 +136,7 @@ OBJECTS_BETWEEN_COLLECTIONS = 5_000_000
 STAGES: dict[str, Callable[[Config, argparse.Namespace], dict[str, Any]]] = {
     "weights": _weights,
     "download": _download,
+    "screen": _screen,
     "plan": _plan,
     "shard": _shard,
     "clean": _clean,
@@ -136,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m infini_model", description=__doc__)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--config", type=Path, required=True, help="YAML or JSON configuration")
-    parser.add_argument("--listing", type=Path, help="plan, shard: file written by download")
+    parser.add_argument("--listing", type=Path, help="screen, plan, shard: file of a listing")
     parser.add_argument("--dataset", type=Path, help="evaluate: dataset folder")
     parser.add_argument("--run-dir", type=Path, help="evaluate, weights: run folder")
     arguments = parser.parse_args()

@@ -242,6 +242,8 @@ def _unreferenced(scope: Scope) -> dict[Path, str]:
     going = listings & records.keys()
     needed, freed = _named_by(listings - going), _named_by(going)
     found |= _unneeded(scope, "download", raw, needed, freed, UNFINISHED_SECONDS) | records
+    screened = root / ".screened"
+    found |= _unneeded(scope, "screened text", screened, needed, freed, UNFINISHED_SECONDS)
 
     needed, freed = ({build_file(folder).name for folder in some} for some in (live, builds))
     found |= _unneeded(scope, "record", root / ".builds", needed, freed, DAY_SECONDS)

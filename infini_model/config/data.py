@@ -79,6 +79,35 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str | float | int) else value
 
 
+FilterName: TypeAlias = Literal[
+    "GopherQualityFilter", "GopherRepetitionFilter", "FineWebQualityFilter", "C4QualityFilter"
+]
+
+
+class MinHashConfig(Section):
+    """Near-duplicates by MinHash: one of those whose sets of words resemble each other is kept."""
+
+    n_grams: PositiveInt = 5
+    """Consecutive words that are compared."""
+    num_buckets: PositiveInt = 14
+    """Groups of hashes; two documents resemble each other if all hashes of a group agree. With the
+    defaults that is likely from 72% of common n-grams on."""
+    hashes_per_bucket: PositiveInt = 8
+    """Hashes in a group."""
+
+
+class ScreenConfig(Section):
+    """Documents to leave out by their quality, and near-duplicates; by datatrove."""
+
+    filters: dict[FilterName, dict[str, int | float | bool | list[str] | None]] = {}
+    """Filters of datatrove in the order in which they run, each with its own arguments, such as
+    {GopherQualityFilter: {min_doc_words: 30}}; C4QualityFilter drops lines, too."""
+    minhash: MinHashConfig | None = MinHashConfig()
+    """Removal of near-duplicates within the source; null keeps them."""
+    language: NonEmpty = "eng_Latn"
+    """Language by whose rules words are told apart, as datatrove names it."""
+
+
 class BaseSource(Section):
     """Settings that sources of all kinds have."""
 
@@ -104,6 +133,13 @@ class BaseSource(Section):
     """How messages become text, if data.source.pairs: the text of a message with {role} and
     {content}, or a program in Jinja as in chat_template.jinja. null (default) is the chat template
     of the tokenizer, or {role}:\\n{content}\\n\\n if it has none."""
+    screen: ScreenConfig | None = None
+    """Screening of the texts by quality filters, and for near-duplicates, before they are
+    tokenised; {} is near-duplicates alone, null (default) nothing."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.pairs and self.screen is not None:
+            yield "screen takes texts; leave it out beside pairs"
 
 
 class FilesSource(BaseSource):
@@ -257,6 +293,8 @@ class DataConfig(Section):
         templates = {each.template for each in self.named_sources.values() if each.pairs}
         if len(templates) > 1:
             yield "the conversations of all sources take one form; give them the same template"
+        if self.share and any(each.screen for each in self.named_sources.values()):
+            yield "share: screening compares all documents; leave it out, or use engine=ray"
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
             yield f"device {self.device} needs engine=local; Ray takes cpu or cuda"
 

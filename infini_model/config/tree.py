@@ -101,6 +101,7 @@ class StagesConfig(Section):
 
     weights: FetchStageConfig = FetchStageConfig()
     download: FetchStageConfig = FetchStageConfig()
+    screen: StageConfig = StageConfig()
     shard: StageConfig = StageConfig()
     train: StageConfig = StageConfig()
     evaluate: StageConfig = StageConfig()

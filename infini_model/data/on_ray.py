@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infini_model.config import DataConfig
 from infini_model.config.locations import is_url, working_folder
@@ -45,13 +45,24 @@ MOST_LOSSES = 5
 KEYS = {"CPU": "data.ray_cpus", "GPU": "data.ray_gpus", "memory": "data.ray_memory_gigabytes"}
 
 
+class Spec(Protocol):
+    """A task: the key that it is known by, the bytes of its text, and all else as JSON."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def model_dump_json(self) -> str: ...
+
+
 class RayEngine:
     """One Ray task a partition, the largest first."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        config = config.model_copy(update={"device": usable_device(tokenizer, config.device)})
-        self._address, self._needs = config.ray_address, reserved(config)
-        self._device = "cuda:0" if config.device == "cuda" else "cpu"
+        device = usable_device(tokenizer, config.device)
+        self._config = config.model_copy(update={"device": device})
 
     def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
         """Make the partitions of `specs`; a lost worker or node costs those that it was making.
@@ -59,22 +70,41 @@ class RayEngine:
         Raises also what `connect` and `check_resources` do, and `StageError` for a partition that
         lost its worker time and again.
         """
-        with connect(self._address, "data") as address, contextlib.ExitStack() as marks:
-            import ray
+        run_tasks(make_partition, specs, self._config, datasets.place, advance)
 
-            check_resources(self._needs, ray.nodes(), address)
-            place, mark = datasets.place, None
-            if not is_url(place):
-                mark = marks.enter_context(marked(Path(place)))
-                place = str(mark.parent)
-            sources = sources_fingerprint()
-            job = Job(place=place, mark=mark, sources=sources, device=self._device)
-            log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
-            _run(job, specs, self._needs, advance)
+
+def run_tasks(
+    function: Callable[[str, str], None],
+    specs: Sequence[Spec],
+    config: DataConfig,
+    place: str,
+    advance: Advance,
+) -> None:
+    """Call a function of this package with a `Job` and each of `specs`, as JSON, on a cluster.
+
+    `advance` receives their bytes. Raises as `RayEngine.make` does.
+    """
+    with connect(config.ray_address, "data") as address, contextlib.ExitStack() as marks:
+        import ray
+
+        needs = reserved(config)
+        check_resources(needs, ray.nodes(), address)
+        mark = None
+        if not is_url(place):
+            mark = marks.enter_context(marked(Path(place)))
+            place = str(mark.parent)
+        device = "cuda:0" if config.device == "cuda" else "cpu"
+        job = Job(place=place, mark=mark, sources=sources_fingerprint(), device=device)
+        log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
+        _run(function, job, specs, needs, advance)
 
 
 def _run(
-    job: Job, specs: Sequence[PartitionSpec], needs: Mapping[str, float], advance: Advance
+    function: Callable[[str, str], None],
+    job: Job,
+    specs: Sequence[Spec],
+    needs: Mapping[str, float],
+    advance: Advance,
 ) -> None:
     """Run the tasks. When this ends, by whatever error, none of them is under way."""
     import ray
@@ -84,10 +114,10 @@ def _run(
         num_gpus=needs.get("GPU", 0),
         memory=int(needs.get("memory", 0)) or None,
         max_retries=0,  # Losses are counted here.
-    )(on_node(make_partition.__module__, make_partition.__name__))
+    )(on_node(function.__module__, function.__name__))
     common = job.model_dump_json()
     waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
-    running: dict[Any, PartitionSpec] = {}
+    running: dict[Any, Spec] = {}
     losses: Counter[str] = Counter()
     try:
         while waiting or running:
@@ -115,7 +145,7 @@ def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
     return max(LEAST_IN_FLIGHT, TASKS_A_SLOT * slots)
 
 
-def _is_made(reference: Any, spec: PartitionSpec, losses: Counter[str]) -> bool:
+def _is_made(reference: Any, spec: Spec, losses: Counter[str]) -> bool:
     """Whether a task that has ended made its partition, or its worker was lost.
 
     Raises the error that it reports, and `StageError` after `MOST_LOSSES`.
@@ -188,6 +218,13 @@ class Job(Record):
     device: str
 
 
+def check_node(job: Job) -> None:
+    """Raise `UserError` unless this node runs the package of a job and sees its folder."""
+    check_sources(job.sources)
+    if job.mark is not None:
+        check_mark(job.mark, "use one that all nodes share, or an object store")
+
+
 # What this worker process keeps from one task of its job to the next.
 _prepared: dict[str, tuple[Datasets, Tokenizer]] = {}
 
@@ -203,9 +240,7 @@ def make_partition(job: str, spec: str) -> None:
 
 def _prepare(job: Job, spec: PartitionSpec) -> tuple[Datasets, Tokenizer]:
     """The datasets and the tokenizer of a job, on a node that has what it needs."""
-    check_sources(job.sources)
-    if job.mark is not None:
-        check_mark(job.mark, "use one that all nodes share, or an object store")
+    check_node(job)
     check_device(job.device)
     place, store = job.place, job.place if is_url(job.place) else None
     datasets = datasets_at(place if store is None else working_folder(store), store)

@@ -41,7 +41,7 @@ from tasks import shard
 from tasks.download import download
 from tasks.stage import _outcome, is_worth_a_retry
 
-STAGES = ("download", "plan", "shard", "train", "evaluate")
+STAGES = ("download", "screen", "plan", "shard", "train", "evaluate")
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
@@ -179,10 +179,11 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     InfiniLlama(shape).save_pretrained(llama)
     beside = {"segment_length": shape.segment_length, "memory": "linear"}
     tree["model"] = {"initial_weights": str(llama)} | beside
+    tree["data"]["source"]["screen"] = {}
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", tree))
     output = output_of(connected, *command, "training.max_steps=19")
     ended = ended_tasks(server, output, "weights", *STAGES)
-    assert [task["state_name"] for task in ended.values()] == ["Completed"] * 6
+    assert [task["state_name"] for task in ended.values()] == ["Completed"] * 7
     assert min(ended, key=lambda name: ended[name]["start_time"]) == "weights"
     ran = flow_run(server, output)
     # As it was typed, over the file.
@@ -192,6 +193,8 @@ def test_a_run_checks_its_weights_first_shows_all_that_it_makes_and_resumes_with
     report, shown = run_dir / "report.md", Server(server).artifacts(ran["id"])
     for stage in ("shard", "train", "evaluate"):
         assert shown[f"{stage}-progress"] == 100.0
+    first = json.loads(shown["screened"])[0]
+    assert (first["outcome"], first["share"]) == ("kept", "100.0%")
     assert json.loads(shown["partitions"])[0] == {"partitions": "new", "count": 1}
     steps = json.loads(shown["training"])
     assert steps[0]["step"] == "19 of 19"

@@ -164,6 +164,8 @@ def raw_files_lock(output_dir: Path) -> Path:
 
 def reading_of(source: Source) -> Reading:
     """The settings of a source that decide its documents, before its tokenizer is known."""
+    if source.screen is not None:
+        return Reading()  # of the files that screening leaves
     reading = Reading(source.column, min_characters=source.min_characters)
     if source.pairs:
         template = ChatTemplate(source.template or PLAIN_TEMPLATE)

@@ -246,6 +246,20 @@ def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
     assert new_raw.exists()
 
 
+def test_screened_texts_stay_with_the_datasets_made_from_them(tmp_path):
+    output, built = tmp_path / "output", []
+    folders = [output / "datasets" / ".screened" / (name * 32) for name in "abc"]
+    for folder in folders:
+        write_text(folder, folder.name, 9)
+    for folder in folders[:2]:
+        built.append(preprocess(output, folder))
+    age(built[0], 60)
+    clean_up(output, 8 * DAY)
+    assert [folder.exists() for folder in folders] == [True, True, False]
+    clean_up(output, keep=1)
+    assert [folder.exists() for folder in folders] == [False, True, False]
+
+
 def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, folders):
     dead = output / "datasets" / f".tmp-{folders[2].name}-abc"
     young = output / "datasets" / ".listings" / ".tmp-corpus.json-abc"

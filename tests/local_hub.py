@@ -24,8 +24,23 @@ class Request:
 
 @dataclasses.dataclass
 class Repository:
+    """The files of the main branch, and those of other `refs` such as `refs/tags/v1`."""
+
     files: dict[str, bytes]
     gated: bool = False
+    refs: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def all_refs(self):
+        others = {ref: Repository(files, self.gated) for ref, files in self.refs.items()}
+        return {"refs/heads/main": self} | others
+
+    def at(self, revision):
+        """The repository as it is at a ref, the name of one, or a commit; else None."""
+        for ref, repository in self.all_refs.items():
+            if revision in (ref, ref.split("/", 2)[2], repository.commit):
+                return repository
+        return None
 
     @property
     def commit(self):
@@ -115,8 +130,9 @@ class Handler(BaseHTTPRequestHandler):
             self.repository = self.server.repositories[name[1]]
             action, _, rest = (name[2] or "").partition("/")
             if action in ("revision", "tree", "paths-info", "resolve"):
-                revision, _, rest = rest.partition("/")
-                if revision not in ("main", self.repository.commit):
+                revision, rest = re.fullmatch(r"(refs/\w+/\w+|[^/]*)/?(.*)", rest).groups()
+                self.repository = self.repository.at(revision)
+                if self.repository is None:
                     self.refuse(404, "RevisionNotFound")
                     return
             getattr(self, action.replace("-", "_") or "revision")(rest, parse_qs(url.query))
@@ -127,8 +143,12 @@ class Handler(BaseHTTPRequestHandler):
         self.give_json({"id": "team/data", "sha": self.repository.commit})
 
     def refs(self, _, query):
-        main = {"name": "main", "ref": "refs/heads/main", "targetCommit": self.repository.commit}
-        self.give_json({"branches": [main], "tags": [], "converts": []})
+        found = {"branches": [], "tags": [], "converts": []}
+        for ref, repository in self.repository.all_refs.items():
+            _, kind, name = ref.split("/", 2)
+            group = {"heads": "branches", "tags": "tags", "convert": "converts"}[kind]
+            found[group].append({"name": name, "ref": ref, "targetCommit": repository.commit})
+        self.give_json(found)
 
     def tree(self, folder, query):
         entries = self.repository.tree(folder, query.get("recursive") == ["true"])
@@ -160,7 +180,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(302, b"", headers)
 
     def stored(self, name):
-        files = (data for each in self.server.repositories.values() for data in each.files.values())
+        each = (ref for one in self.server.repositories.values() for ref in one.all_refs.values())
+        files = (data for repository in each for data in repository.files.values())
         data = next(data for data in files if sha256(data) == name)
         if data == self.server.held:
             self.server.released.wait()

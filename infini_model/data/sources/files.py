@@ -36,12 +36,8 @@ REFUSALS = {
     **dict.fromkeys(("401", "403"), f"access denied: {LOGIN}"),
     **dict.fromkeys(("404", "410"), "not found"),
 }
-# `datasets` raises ValueError for a wrong configuration or split, RuntimeError for a script.
-MISTAKES = re.compile(
-    r"BuilderConfig .* not found|Config name is missing|Bad split|Dataset scripts are no longer"
-)
-# Where types of errors are defined that tell what is wrong with a dataset or a file of one.
-ABOUT_DATA = ("datasets.exceptions", "datasets.table", "pandas.errors")
+# `datasets` raises ValueError for a wrong configuration, RuntimeError for a script.
+MISTAKES = re.compile(r"BuilderConfig .* not found|Config name is missing|Dataset scripts are no")
 # A file written this recently could be written again without another timestamp.
 SETTLED_NANOSECONDS = 2_000_000_000
 
@@ -69,7 +65,8 @@ class FileRange(Record):
 
     `format` is one of `formats.FORMATS`, with the codec of a compressed file behind a dot. The unit
     is what the format is cut by: row groups, or bytes, where a document belongs to the range in
-    which it begins. Of row groups, no more than `rows` are read.
+    which it begins. Of row groups, no more than `rows` are read. The file is not needed `whole` if
+    other ranges of it are not read.
     """
 
     file: SourceFile
@@ -77,6 +74,7 @@ class FileRange(Record):
     start: int = 0
     stop: int | None = None
     rows: int | None = None
+    whole: bool = True
 
     @property
     def kind(self) -> str:
@@ -306,7 +304,7 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether an error tells what is wrong with a name, or with what stands in a dataset."""
+    """Tell if an error says what is wrong with a name, a dataset or a file."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     kinds = (HFValidationError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError)
@@ -315,7 +313,7 @@ def _is_mistake(error: Exception) -> bool:
         (isinstance(error, kinds) and not isinstance(error, LocalEntryNotFoundError))
         # Arrow's error for a damaged file; those of a system have a number, the hub's a type.
         or (type(error) is OSError and error.errno is None)
-        or type(error).__module__ in ABOUT_DATA
+        or type(error).__module__ == "datasets.exceptions"
         or MISTAKES.match(str(error)) is not None
     )
 

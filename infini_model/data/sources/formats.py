@@ -248,7 +248,7 @@ def read_range(
         content = as_utf8(read_source(part.file))
         yield documents_in(Block(0, content), None, reading.errors, address)
         return
-    with open_source(part.file, whole) as file:
+    with open_source(part.file, whole and part.whole) as file:
         is_plain = FORMATS[part.kind].compressed and not part.codec
         if is_plain and (head := file.read(2)).startswith(WIDE):
             # Whole, by whoever reads the first range.

@@ -1,26 +1,21 @@
 """The Hugging Face hub: commits, datasets, tokenizers and weights.
 
 A revision is pinned to a commit, whose files never change. Of a dataset, plain files are listed by
-their addresses; what else there is, is streamed to local files. `datasets` decides which files make
-up a configuration and a split; none of the repository's code is run.
+their addresses, or else those into which the hub has converted it. `datasets` decides which files
+make up a configuration and a split; none of the repository's code is run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-
 from infini_model.config import HubSource
-from infini_model.data.sources.chat import ChatTemplate
-from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.files import (
     HUB,
     FileRange,
@@ -31,7 +26,6 @@ from infini_model.data.sources.files import (
     open_source,
 )
 from infini_model.data.sources.formats import format_of, whole_file
-from infini_model.data.sources.rows import Reading, path_in, text_columns
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import FactCache
@@ -51,10 +45,8 @@ HARMLESS_OPTIONS = (
     *("name", "version", "description", "data_dir", "data_files", "features"),
     *("batch_size", "chunksize", "fragment_scan_options"),
 )
-# A streamed file is closed once it holds this much, read so many rows at a time.
-FILE_BYTES = 64 << 20
-BATCH_ROWS = 64
-PARTS, COMPLETE, POSITION = "part-*.parquet", "complete.json", b"position"
+# The branch of the Parquet files into which the hub converts the newest commit of a dataset.
+CONVERTED = "refs/convert/parquet"
 TIMEOUT = 60.0  # seconds
 # Neither pickles nor code; copies in other layouts are in folders of their own.
 WEIGHTS = (".safetensors", ".json", ".jinja")
@@ -90,82 +82,112 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
     return str(found.sha)
 
 
-def list_dataset(
-    source: HubSource, raw_dir: Path, facts: FactCache, progress: OnProgress | None = None
-) -> list[FileRange]:
+def list_dataset(source: HubSource, facts: FactCache) -> list[FileRange]:
     """The files of a configuration and split, in the order in which `datasets` reads them.
 
     `source.repository` is a name on the hub, whose listing has the hashes of files, or a local
     folder. Plain Parquet and JSON files stay where they are; with a `limit`, so do the Parquet
-    files that have the first rows, if they are several. Others are streamed to Parquet files below
-    `raw_dir`, in a folder keyed by all that decides the rows: a complete download is never
-    repeated, a killed one resumes after its last file.
+    files that have the first rows. Of all else on the hub, its Parquet copy is listed.
 
-    Raises `DataError` for a name, configuration, split, revision or column that does not exist,
-    `UnreachableError` if the hub does not answer, `UserError` on a full disk.
+    Raises `DataError` for a name, configuration, split or revision that does not exist and for
+    files without a copy, `UnreachableError` if the hub does not answer.
     """
-    commit = None
-    if not Path(source.repository).is_dir():
-        commit = pin_repository(source.repository, source.revision, "dataset")
-    if paths := _plain_files(source, commit):
-        if commit is None:
-            files = local_files(paths, facts)
-        else:
-            files = _describe(source.repository, commit, paths)
-        ranges = list(map(whole_file, files))
-        if source.limit is None:
-            return ranges
-        if first := _first_rows(ranges, source.limit):
+    import datasets
+
+    name, commit = source.repository, None
+    if not Path(name).is_dir():
+        commit = pin_repository(name, source.revision, "dataset")
+    with hub_errors(f"dataset {name}"):
+        builder = datasets.load_dataset_builder(name, source.configuration, revision=commit)
+    splits = _chosen_splits(source, builder)
+    if paths := _plain_files(source, commit, builder, splits):
+        files = local_files(paths, facts) if commit is None else _describe(name, commit, paths)
+        if first := _first_rows(files, source.limit):
             return first
-    return list(map(whole_file, local_files(_fetch(source, commit, raw_dir, progress), facts)))
+    converted = _converted_files(source, commit, builder.config.name, splits)
+    return _first_rows(converted, source.limit) or []
 
 
-def _first_rows(files: Sequence[FileRange], limit: int) -> list[FileRange] | None:
-    """The files with the first `limit` rows; None if one file has them, or one is not Parquet.
-
-    Reads footers. A file on the hub is fetched whole, so a part of a single one is better streamed.
-    """
+def _first_rows(files: Sequence[SourceFile], limit: int | None) -> list[FileRange] | None:
+    """The files with the first `limit` rows, or all; None if one of them cannot be cut by rows."""
     import pyarrow.parquet as pq
 
-    found: list[FileRange] = []
-    while limit > 0 and len(found) < len(files):
-        part = files[len(found)]
+    ranges, found = list(map(whole_file, files)), list[FileRange]()
+    if limit is None:
+        return ranges
+    while limit > 0 and len(found) < len(ranges):
+        part = ranges[len(found)]
         if part.format != "parquet":
             return None
         with file_errors(part.file.address), open_source(part.file, whole=False) as opened:
             rows = pq.read_metadata(opened).num_rows
-        found.append(part if rows <= limit else part.model_copy(update={"rows": limit}))
+        cut = {"rows": limit, "whole": False} if limit < rows else {}
+        found.append(part.model_copy(update=cut))
         limit -= rows
-    return found if len(found) > 1 else None
+    return found
 
 
-def _builder(source: HubSource, commit: str | None) -> Any:
-    import datasets
+def _chosen_splits(source: HubSource, builder: Any) -> list[str]:
+    """The splits to read: one, several such as `train+test`, or `all`."""
+    present = list(map(str, builder.config.data_files or ()))
+    chosen = present if source.split == "all" else re.split(r"\s*\+\s*", source.split)
+    for split in chosen:
+        if split not in present:
+            what = f"data.source.split: dataset {source.repository}: has no split {split!r}"
+            hint = "; data.source.limit reads the first rows of one" if "[" in split else ""
+            raise DataError(f"{what}; it has: {', '.join(present)}{hint}")
+    return chosen
 
-    name, configuration = source.repository, source.configuration
-    with hub_errors(f"dataset {name}"):
-        return datasets.load_dataset_builder(name, configuration, revision=commit)
 
-
-def _plain_files(source: HubSource, commit: str | None) -> list[str] | None:
-    """Paths or addresses of the split's files; None if they are not plain."""
-    builder = _builder(source, commit)
-    splits = builder.config.data_files
-    if not isinstance(splits, dict):
-        return None
-    if source.split not in splits:
-        # `all` and `train+test` are several splits.
-        if source.split == "all" or not re.fullmatch(r"[\w.-]+", source.split):
-            return None
-        what, present = f"dataset {source.repository}", ", ".join(map(str, splits))
-        raise DataError(f"{what}: has no split {source.split!r}; it has: {present}")
-    names = [str(name) for name in splits[source.split]]
+def _plain_files(
+    source: HubSource, commit: str | None, builder: Any, splits: Sequence[str]
+) -> list[str]:
+    """Paths or addresses of the splits' files; none if they are not plain."""
+    names = [str(name) for split in splits for name in builder.config.data_files[split]]
     inside = "" if commit is None else f"{HUB}{source.repository}@{commit}/"
     formats = PLAIN.get(type(builder).__module__.rpartition(".")[2], ())
     is_plain = all(name.startswith(inside) and format_of(name) in formats for name in names)
     options = (each for each in fields(builder.config) if each.name not in HARMLESS_OPTIONS)
     is_plain &= all(getattr(builder.config, each.name) == each.default for each in options)
-    return names if names and is_plain else None
+    return names if is_plain else []
+
+
+def _converted_files(
+    source: HubSource, commit: str | None, configuration: str, splits: Sequence[str]
+) -> list[SourceFile]:
+    """The Parquet files into which the hub itself has converted the splits of its newest commit."""
+    from huggingface_hub import HfApi, HfFileSystem
+
+    name = source.repository
+    what = f"dataset {name}: is read in place only from Parquet or, without data.source.limit, JSON"
+    if commit is None:
+        raise DataError(f"{what}; use data.source.kind=files")
+    with hub_errors(f"dataset {name}"):
+        refs = HfApi().list_repo_refs(name, repo_type="dataset")
+        commits = {each.ref: each.target_commit for each in (*refs.branches, *refs.converts)}
+        if source.revision and commit != commits.get("refs/heads/main"):
+            raise DataError(f"{what}; the newest data.source.revision alone has a Parquet copy")
+        copy = commits.get(CONVERTED, "")
+        root = f"{HUB}{name}@{copy}/{configuration}"
+        paths = HfFileSystem().find(root) if copy else []
+    addresses: list[str] = []
+    for split in splits:
+        found = [
+            each for each in paths if re.search(rf"/(partial-)?{re.escape(split)}/[^/]+$", each)
+        ]
+        if not found:
+            raise DataError(
+                f"{what}, and the hub has no Parquet copy of {configuration}/{split}: download "
+                "its files and use data.source.kind=files"
+            )
+        if "/partial-" in found[0]:
+            log.warning(
+                "dataset %s: the hub has converted only the first part of split %r to Parquet; a "
+                "larger data.source.limit, or none, reads no more",
+                *(name, split),
+            )
+        addresses += (f"hf://{each}" for each in found)
+    return _describe(name, copy, addresses)
 
 
 def _describe(repository: str, commit: str, addresses: list[str]) -> list[SourceFile]:
@@ -185,99 +207,6 @@ def _describe(repository: str, commit: str, addresses: list[str]) -> list[Source
                     address=root + info.path, bytes=info.size, fingerprint=content, version=commit
                 )
     return [found[address] for address in addresses]
-
-
-def _fetch(
-    source: HubSource, commit: str | None, raw_dir: Path, progress: OnProgress | None
-) -> list[str]:
-    """The Parquet files that hold the columns of text of a dataset, in order."""
-    version = commit or _hash_of(Path(source.repository))
-    decides = [source.repository, source.configuration, source.split, version, source.column]
-    chats = ["conversations", *source.columns] if source.pairs else []
-    key = storage.content_key([*decides, source.limit, *chats])[:32]
-    folder = raw_dir / key
-    with storage.lock(raw_dir / ".locks" / key):
-        if not (folder / COMPLETE).is_file():
-            storage.remove_leftovers(storage.make_folder(folder))
-            rows = _stream(source, commit, folder, progress)
-            record = {"repository": source.repository, "commit": version, "rows": rows}
-            storage.write_json(folder / COMPLETE, record)
-            log.info("%s: %d rows of commit %s", source.repository, rows, version)
-    return sorted(map(str, folder.glob(PARTS)))
-
-
-def _hash_of(folder: Path) -> str:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return storage.content_key(
-        [[str(path.relative_to(folder)), storage.sha256(path)] for path in files]
-    )
-
-
-def _stream(
-    source: HubSource, commit: str | None, folder: Path, progress: OnProgress | None
-) -> int:
-    """Write the files that are still missing; returns the number of rows in all files.
-
-    Each notes the state of the stream at its end, which only the same version of `datasets` reads.
-    """
-    import datasets
-    import pyarrow.parquet as pq
-
-    what, parts = f"dataset {source.repository}", sorted(folder.glob(PARTS))
-    chats = Conversations(ChatTemplate(""), columns=tuple(source.columns))
-    reading = Reading(source.column, conversations=chats if source.pairs else None)
-    rows: int = sum(pq.read_metadata(path).num_rows for path in parts)
-    done = sum(path.stat().st_size for path in parts)
-    place: dict[str, Any] = {"version": datasets.__version__, "skipped": rows, "state": None}
-    if parts:
-        noted = json.loads(pq.read_schema(parts[-1]).metadata[POSITION])
-        place = noted if noted.get("version") == place["version"] else place
-    with hub_errors(what):
-        stream = _builder(source, commit).as_streaming_dataset(source.split)
-        if place["skipped"]:
-            stream = stream.skip(place["skipped"])
-        if source.limit is not None:
-            stream = stream.take(source.limit - place["skipped"])
-        stream = stream.with_format("arrow")
-        if place["state"] is not None:
-            stream.load_state_dict(place["state"])
-        batches = iter(stream.iter(batch_size=BATCH_ROWS))
-
-    def selected(batch: pa.Table) -> pa.Table:
-        columns = text_columns(what, batch.schema, reading)
-        return batch.select([path_in(batch.schema, column)[0] for column in columns])
-
-    tables = map(selected, batches)
-    for number, table in enumerate(_gather(what, tables, done, progress), len(parts)):
-        note = {POSITION: json.dumps(place | {"state": stream.state_dict()})}
-        with storage.atomic_file(folder / f"part-{number:05d}.parquet") as part:
-            pq.write_table(table.replace_schema_metadata(note), part, compression="zstd")
-        rows += table.num_rows
-    if not rows:
-        raise DataError(f"{what}: split {source.split} has no rows")
-    return rows
-
-
-def _gather(
-    what: str, batches: Iterator[pa.Table], done: int, progress: OnProgress | None
-) -> Iterator[pa.Table]:
-    """Tables of at least `FILE_BYTES`, but for the last; `done` bytes came before them."""
-    pending: list[pa.Table] = []
-    size, is_open = 0, True
-    while is_open:
-        with hub_errors(what):
-            batch = next(batches, None)
-        is_open = batch is not None
-        if batch is not None:
-            pending.append(batch)
-            size += batch.nbytes
-            done += batch.nbytes
-            if progress is not None:
-                progress(done, done)
-        # Before the next batch is read, since the state of the stream is noted now.
-        if pending and (size >= FILE_BYTES or not is_open):
-            yield pa.concat_tables(pending, promote_options="default")
-            pending, size = [], 0
 
 
 def fetch_tokenizer(name: str, files: Sequence[str]) -> Path:

@@ -58,12 +58,11 @@ def list_sources(
 ) -> Listing:
     """List the files of the sources with their fingerprints; download those that need it.
 
-    Files at http addresses, and hub datasets that are streamed, are downloaded to
-    `<output_dir>/raw/`, once, resuming earlier attempts. All others, also those in object stores,
-    are read later. A local file is only read for its checksum, and only if no machine has done so
-    since it was written. With `data.share` and no `store`, where all shares see the same folder of
-    datasets, some are left to other shares (`Listing.unread`). `progress(done, total)` counts the
-    bytes of the downloads.
+    Files at http addresses are downloaded to `<output_dir>/raw/`, once, resuming earlier attempts.
+    All others, also those on the hub and in object stores, are read later. A local file is only
+    read for its checksum, and only if no machine has done so since it was written. With
+    `data.share` and no `store`, where all shares see the same folder of datasets, some are left to
+    other shares (`Listing.unread`). `progress(done, total)` counts the bytes of the downloads.
 
     Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
     retry may help; `UserError` on a full disk.
@@ -141,7 +140,7 @@ def _list_source(
     if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
-        return list_dataset(source, raw_dir, facts, progress)
+        return list_dataset(source, facts)
     paths = list_files(source, raw_dir, progress)
     stored = {
         file.address: file

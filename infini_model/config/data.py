@@ -170,10 +170,10 @@ class HubSource(BaseSource):
     configuration: str | None = None
     """Configuration (subset) of the dataset; null uses its default one."""
     split: str = "train"
-    """Split of the Hub dataset to read."""
+    """Split of the Hub dataset to read; or several, such as train+test, or all."""
     revision: str | None = None
     """Commit, tag or branch, resolved to a commit when the download starts; null uses the default
-    branch."""
+    branch, the one of which the Hub keeps a Parquet copy."""
     limit: Annotated[int, Field(gt=0, le=10**12)] | None = None
     """Rows to read, before min_characters drops any; null reads all."""
 

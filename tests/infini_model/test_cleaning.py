@@ -247,13 +247,12 @@ def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
 
 
 def test_screened_texts_stay_with_the_datasets_made_from_them(tmp_path):
-    output, built = tmp_path / "output", []
+    output = tmp_path / "output"
     folders = [output / "datasets" / ".screened" / (name * 32) for name in "abc"]
     for folder in folders:
         write_text(folder, folder.name, 9)
-    for folder in folders[:2]:
-        built.append(preprocess(output, folder))
-    age(built[0], 60)
+    first, _ = [preprocess(output, folder) for folder in folders[:2]]
+    age(first, 60)
     clean_up(output, 8 * DAY)
     assert [folder.exists() for folder in folders] == [True, True, False]
     clean_up(output, keep=1)

@@ -105,7 +105,7 @@ class ScreenConfig(Section):
     minhash: MinHashConfig | None = MinHashConfig()
     """Removal of near-duplicates within the source; null keeps them."""
     language: NonEmpty = "eng_Latn"
-    """Language by whose rules words are told apart, as datatrove names it."""
+    """Language whose rules separate words, by its name in datatrove."""
 
 
 class BaseSource(Section):

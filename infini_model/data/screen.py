@@ -179,9 +179,10 @@ def _screen_all(
     progress: OnProgress,
 ) -> None:
     """Screen the partitions that are missing or damaged, the largest first."""
-    missing = {each.key: each for each in specs if _find(root / each.key, facts) is None}
+    wanted = {each.key: each for each in specs}  # Equal files make equal partitions.
+    missing = {key: each for key, each in wanted.items() if _find(root / key, facts) is None}
     done, total = 0, sum(each.bytes for each in missing.values())
-    log.info("%d of %d partitions to screen", len(missing), len(specs))
+    log.info("%d of %d partitions to screen", len(missing), len(wanted))
 
     def advance(size: int) -> None:
         nonlocal done

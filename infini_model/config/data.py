@@ -84,6 +84,9 @@ FilterName: TypeAlias = Literal[
 ]
 
 
+FilterArgument: TypeAlias = Annotated[int, Field(ge=-1, le=MOST)] | float | bool | list[str] | None
+
+
 class MinHashConfig(Section):
     """Near-duplicates by MinHash: one of those whose sets of words resemble each other is kept."""
 
@@ -99,7 +102,7 @@ class MinHashConfig(Section):
 class ScreenConfig(Section):
     """Documents to leave out by their quality, and near-duplicates; by datatrove."""
 
-    filters: dict[FilterName, dict[str, int | float | bool | list[str] | None]] = {}
+    filters: dict[FilterName, dict[str, FilterArgument]] = {}
     """Filters of datatrove in the order in which they run, each with its own arguments, such as
     {GopherQualityFilter: {min_doc_words: 30}}; C4QualityFilter drops lines, too."""
     minhash: MinHashConfig | None = MinHashConfig()

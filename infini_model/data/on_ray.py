@@ -45,7 +45,7 @@ MOST_LOSSES = 5
 KEYS = {"CPU": "data.ray_cpus", "GPU": "data.ray_gpus", "memory": "data.ray_memory_gigabytes"}
 
 
-class Spec(Protocol):
+class TaskSpec(Protocol):
     """A task: the key that it is known by, the bytes of its text, and all else as JSON."""
 
     @property
@@ -75,7 +75,7 @@ class RayEngine:
 
 def run_tasks(
     function: Callable[[str, str], None],
-    specs: Sequence[Spec],
+    specs: Sequence[TaskSpec],
     config: DataConfig,
     place: str,
     advance: Advance,
@@ -102,7 +102,7 @@ def run_tasks(
 def _run(
     function: Callable[[str, str], None],
     job: Job,
-    specs: Sequence[Spec],
+    specs: Sequence[TaskSpec],
     needs: Mapping[str, float],
     advance: Advance,
 ) -> None:
@@ -117,7 +117,7 @@ def _run(
     )(on_node(function.__module__, function.__name__))
     common = job.model_dump_json()
     waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
-    running: dict[Any, Spec] = {}
+    running: dict[Any, TaskSpec] = {}
     losses: Counter[str] = Counter()
     try:
         while waiting or running:
@@ -145,7 +145,7 @@ def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
     return max(LEAST_IN_FLIGHT, TASKS_A_SLOT * slots)
 
 
-def _is_made(reference: Any, spec: Spec, losses: Counter[str]) -> bool:
+def _is_made(reference: Any, spec: TaskSpec, losses: Counter[str]) -> bool:
     """Whether a task that has ended made its partition, or its worker was lost.
 
     Raises the error that it reports, and `StageError` after `MOST_LOSSES`.

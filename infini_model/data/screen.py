@@ -90,7 +90,8 @@ def screen_sources(
             _check(source.screen)
             specs = _specs(listing.sources[name], source, source.screen, config, facts)
             _screen_all(specs, root, config, pool, facts, progress)
-            sources[name], found[name] = _deduplicate(specs, root, pool, facts)
+            minhash = source.screen.minhash
+            sources[name], found[name] = _deduplicate(specs, minhash, root, pool, facts)
     facts.save()
     return Listing(sources=sources), found
 
@@ -103,10 +104,15 @@ def _check(screen: ScreenConfig) -> None:
         load_word_tokenizer(screen.language)
         _filters(screen)
     except ImportError as error:
-        install = "pip install -c requirements.lock -e '.[screen]'"
-        raise DataError(f"data.source.screen: {error.name or error}: {install}") from error
+        install, reason = "pip install -c requirements.lock -e '.[screen]'", _in_one_line(error)
+        message = f"data.source.screen: needs datatrove and spaCy: {install} ({reason})"
+        raise DataError(message) from error
     except (TypeError, ValueError) as error:
-        raise DataError(f"data.source.screen: {error}") from error
+        raise DataError(f"data.source.screen: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _filters(screen: ScreenConfig) -> list[Any]:
@@ -249,8 +255,8 @@ def _screen(spec: ScreenSpec, folder: Path) -> Screened:
                 yield Document(text=text, id="")
 
     documents, filters = read(), _filters(screen)
-    for each in filters:
-        documents = each.run(documents)
+    for name, each in zip(screen.filters, filters, strict=True):
+        documents = _filtered(documents, name, each)
     documents = _written(documents, folder / KEPT, counts)
     if screen.minhash is None:
         deque(documents, maxlen=0)
@@ -268,6 +274,14 @@ def _screen(spec: ScreenSpec, folder: Path) -> Screened:
         dropped=dropped,
         sha256=storage.sha256(folder / KEPT),
     )
+
+
+def _filtered(documents: Iterable[Any], name: str, step: Any) -> Iterator[Any]:
+    """Pass on the documents that a filter keeps. Raises `DataError` if it fails on one."""
+    try:
+        yield from step.run(documents)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"data.source.screen.filters.{name}: {_in_one_line(error)}") from error
 
 
 def _configured(minhash: MinHashConfig) -> Any:
@@ -290,12 +304,16 @@ def _written(documents: Iterable[Any], path: Path, counts: Counter[str]) -> Iter
 
 
 def _deduplicate(
-    specs: Sequence[ScreenSpec], root: Path, pool: Executor, facts: FactCache
+    specs: Sequence[ScreenSpec],
+    minhash: MinHashConfig | None,
+    root: Path,
+    pool: Executor,
+    facts: FactCache,
 ) -> tuple[list[FileRange], Screened]:
     """The files of what is left of a source, and its counts."""
-    folders, minhash = [root / each.key for each in specs], specs[0].screen.minhash
+    folders = [root / each.key for each in specs]
     records = [read_record(folder / RECORD, Screened) for folder in folders]
-    removed = {} if minhash is None else _near_duplicates(root, folders, minhash, pool)
+    removed = _near_duplicates(root, folders, minhash, pool) if minhash and folders else {}
     dropped = Counter({DUPLICATES: sum(map(len, removed.values()))})
     tasks = {number: pool.submit(_without, folders[number], removed[number]) for number in removed}
     paths = []
@@ -304,11 +322,11 @@ def _deduplicate(
         path = tasks[number].result() if number in tasks else folder / KEPT
         if record.kept > len(removed.get(number, ())):
             paths.append(str(path))
-    documents = sum(each.documents for each in records)
+    documents, reasons = sum(each.documents for each in records), dict((+dropped).most_common())
     if not paths:
-        raise DataError(f"data.source.screen: none of {documents:,} documents is left: {+dropped}")
-    files = fingerprint(local_files(paths, facts), facts)
-    kept, reasons = documents - dropped.total(), dict((+dropped).most_common())
+        why = "".join(f"; {reason}: {count:,}" for reason, count in reasons.items())
+        raise DataError(f"data.source.screen: none of {documents:,} documents is left{why}")
+    files, kept = fingerprint(local_files(paths, facts), facts), documents - dropped.total()
     return [*map(whole_file, files)], Screened(documents=documents, kept=kept, dropped=reasons)
 
 

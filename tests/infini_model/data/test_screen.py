@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import eventually
@@ -138,8 +139,12 @@ def test_a_file_more_or_a_damaged_one_costs_its_own_partitions(tmp_path):
         ),
         ({"language": "klingon"}, r"data\.source\.screen: .*klingon"),
         (
+            {"filters": {"GopherQualityFilter": {"min_doc_words": ["many"]}}},
+            r"data\.source\.screen\.filters\.GopherQualityFilter: .* not supported between",
+        ),
+        (
             {"filters": {"GopherQualityFilter": {"min_doc_words": 1000}}},
-            r"data\.source\.screen: none of 84 documents is left: .*short_doc",
+            r"data\.source\.screen: none of 84 documents is left; Goph\w+: gopher_short_doc: 84",
         ),
     ],
 )
@@ -148,6 +153,13 @@ def test_a_mistake_is_named_in_one_line(tmp_path, settings, message):
     with pytest.raises(DataError, match=f"^{message}") as raised:
         run(config(tmp_path / "raw", **settings), tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_a_source_without_documents_is_refused(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    settings = DataConfig(source={"paths": f"{tmp_path}/*.parquet", "screen": {}})
+    with pytest.raises(DataError, match=r"^data\.source\.screen: none of 0 documents is left"):
+        run(settings, tmp_path)
 
 
 def test_conversations_and_shares_are_refused(tmp_path):

@@ -32,7 +32,7 @@ from infini_model.data.sources.formats import content_of, read_documents, whole_
 from infini_model.data.sources.listing import named_settings, reading_of
 from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError, StageError
+from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.fact_cache import FactCache, fact_cache
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.processes import die_with_parent
@@ -280,6 +280,8 @@ def _filtered(documents: Iterable[Any], name: str, step: Any) -> Iterator[Any]:
     """Pass on the documents that a filter keeps. Raises `DataError` if it fails on one."""
     try:
         yield from step.run(documents)
+    except UserError:
+        raise  # of a file that cannot be read, or of the filter before
     except (TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"data.source.screen.filters.{name}: {_in_one_line(error)}") from error
 

@@ -155,6 +155,14 @@ def test_a_mistake_is_named_in_one_line(tmp_path, settings, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_text_that_cannot_be_read_names_its_file_not_the_filter(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("süß".encode("latin-1"))
+    screening = {"filters": {"FineWebQualityFilter": {}, "C4QualityFilter": {}}}
+    settings = DataConfig(source={"paths": f"{tmp_path}/*.txt", "screen": screening})
+    with pytest.raises(DataError, match=rf"^{tmp_path}/latin\.txt: .*UTF-8"):
+        run(settings, tmp_path)
+
+
 def test_a_source_without_documents_is_refused(tmp_path):
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
     settings = DataConfig(source={"paths": f"{tmp_path}/*.parquet", "screen": {}})

@@ -13,10 +13,10 @@ class Record:
         self.file = MetricsFile(run_dir, resumed_step)
         # Retry soon after a server comes back.
         self.exporters = Exporters(run_dir, config, dataset, max_delay_seconds=1.0)
-        self.exporters.start()
+        self.exporters.on_start(0)
         self.append = self.file.append
 
     def close(self, status, timeout_seconds=PATIENCE):
         """Close, and wait longer for the exporters than a training does."""
         self.file.close()
-        self.exporters.close(status, timeout_seconds)
+        self.exporters.on_end(status, timeout_seconds)

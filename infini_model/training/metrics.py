@@ -28,7 +28,6 @@ from infini_model.training.callbacks import Callback, Evaluation, Status, Step
 from infini_model.training.launch.devices import list_gpus
 from infini_model.training.memory_estimate import estimate_memory
 from infini_model.training.setup import TrainingSetup
-from infini_model.training.tracking import Exporters
 from infini_model.training.validation import loss_by_segment
 
 SAMPLE_SECONDS = 5.0
@@ -71,18 +70,11 @@ log = logging.getLogger(__name__)
 
 
 class Recorder(Callback):
-    """Writes a line of `metrics.jsonl` per step and per evaluation, on rank 0.
+    """Writes a line of `metrics.jsonl` per step and per evaluation, on rank 0."""
 
-    `exporters` follow the file.
-    """
-
-    def __init__(self, file: MetricsFile, exporters: Exporters) -> None:
-        self._file, self._exporters = file, exporters
+    def __init__(self, file: MetricsFile) -> None:
+        self._file = file
         self._stall_seconds: float | None = None
-
-    def on_start(self, step: int) -> None:  # noqa: ARG002
-        """Start the exporters."""
-        self._exporters.start()
 
     def metrics(self, step: Step) -> dict[str, float]:
         """The metrics of a step."""
@@ -126,10 +118,9 @@ class Recorder(Callback):
         """Keep the stall time for the line of the next step."""
         self._stall_seconds = seconds
 
-    def on_end(self, status: Status) -> None:
-        """Give the exporters a bounded time to flush."""
-        self._exporters.close(status)
-        self._file.close()  # Raises on a full disk.
+    def on_end(self, status: Status) -> None:  # noqa: ARG002
+        """Close the file. Raises `OSError` if the disk is full."""
+        self._file.close()
 
 
 class SystemMetrics(Callback):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
 from infini_model.runtime.storage import content_key
-from infini_model.training.callbacks import Status
+from infini_model.training.callbacks import Callback, Status
 from infini_model.training.mlflow_record import MlflowExporter, error_summary
 
 POLL_SECONDS = 0.5
@@ -130,8 +130,8 @@ class TensorBoardExporter:
         self._writer.close()
 
 
-class Exporters:
-    """The exporters of a run, active from `start` to `close`."""
+class Exporters(Callback):
+    """The exporters of a run, which follow the file of its metrics on rank 0."""
 
     def __init__(
         self,
@@ -152,12 +152,12 @@ class Exporters:
             exporters.append(MlflowExporter(run_dir, config, dataset))
         self._followers = [Follower(run_dir, exporter, max_delay_seconds) for exporter in exporters]
 
-    def start(self) -> None:
+    def on_start(self, step: int) -> None:  # noqa: ARG002
         """Start delivering."""
         for follower in self._followers:
             follower.start()
 
-    def close(self, status: Status, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
+    def on_end(self, status: Status, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """Wait at most `timeout_seconds` for the exporters to receive everything."""
         deadline = time.monotonic() + timeout_seconds
         started = [follower for follower in self._followers if follower.ident is not None]

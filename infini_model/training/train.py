@@ -343,9 +343,9 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     setup = trainer.setup
     callbacks: list[Callback] = []
     if setup.record is not None:
-        exporters = Exporters(setup.run_dir, setup.config, setup.dataset)
         callbacks += [
-            Recorder(setup.record, exporters),
+            Recorder(setup.record),
+            Exporters(setup.run_dir, setup.config, setup.dataset),
             SystemMetrics(),
             SpikeWarning(setup.plan.global_batch),
         ]

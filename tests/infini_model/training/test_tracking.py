@@ -26,6 +26,7 @@ from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import RUN, RunRecord
 from infini_model.runtime.storage import write_json
 from infini_model.training import mlflow_record
+from infini_model.training.callbacks import Callbacks
 from infini_model.training.metrics import Recorder
 from infini_model.training.mlflow_record import (
     NOTE,
@@ -75,17 +76,19 @@ def test_the_newest_values_are_found_however_far_back_they_are(tmp_path):
     assert newest == {"step": 20_000, "train/loss": 1 / 20_000, "validation/loss": 7.5}
 
 
-def test_the_exporters_hear_of_an_end_by_a_full_disk():
+def test_the_exporters_hear_of_an_end_by_a_full_disk(caplog):
     heard = []
 
     def fail():
         raise OSError(errno.ENOSPC, "what the file has buffered cannot be written")
 
-    exporters = SimpleNamespace(close=heard.append)
-    recorder = Recorder(SimpleNamespace(close=fail), exporters)
-    with pytest.raises(OSError, match="buffered"):
-        recorder.on_end("FAILED")
+    callbacks = Callbacks(
+        [Recorder(SimpleNamespace(close=fail)), SimpleNamespace(on_end=heard.append)]
+    )
+    with caplog.at_level(logging.ERROR):
+        callbacks.end("FAILED")
     assert heard == ["FAILED"]
+    assert "Recorder failed at the end of the training: OSError(28, 'what" in caplog.text
 
 
 def test_an_exporter_that_stays_down_is_warned_of_once_and_does_not_delay_the_end(tmp_path, caplog):

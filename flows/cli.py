@@ -20,7 +20,7 @@ from typer._click.exceptions import NoSuchOption
 from typer.core import TyperOption
 from typer.exceptions import TyperException
 
-from flows.options import UNDERSCORES, configured, unknown
+from flows.options import ANY_SETTINGS, UNDERSCORES, configured, unknown
 from flows.presets import Invocation
 from infini_model.config import Config, load_config
 from infini_model.config.locations import expanded
@@ -193,6 +193,26 @@ def resume(
         typer.echo(f"{run_dir} is already finished; nothing to do")
         return
     typer.echo(f"Resuming {run_dir}")
+    _show_report(_run_flow("pipeline", asked))
+
+
+@app.command()
+def branch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of the run.")],
+    overrides: Annotated[list[str] | None, ANY_SETTINGS] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint (default: the newest).", min=1)
+    ] = None,
+    output_dir: OutputDir = None,
+) -> None:
+    """Train a new run from a checkpoint of another, then evaluate it.
+
+    It has the settings and the dataset of the other run, but for those given.
+    """
+    from flows import runs
+
+    branch_of, asked = runs.to_branch(_places(output_dir).run, run, step, overrides or [])
+    typer.echo(f"Branching from {branch_of}")
     _show_report(_run_flow("pipeline", asked))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from prefect import Flow, flow
@@ -23,6 +24,8 @@ from pydantic_core import MISSING
 from flows.presets import DEFAULT_PRESET, Invocation, preset_names
 from flows.serving import engine
 from infini_model.config import Config, check_typed, load_config, merge, nested
+from infini_model.config.training import BRANCH
+from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored_runs import refresh_runs
@@ -130,6 +133,12 @@ SETTINGS = {
         "Name of a run folder to resume, or latest. Its own settings and dataset replace those of "
         "the preset.",
     ),
+    "branch_of": Setting(
+        "training.branch_of",
+        TRAINING,
+        "Name of a run whose newest checkpoint a new run begins from, or name@step. Its settings "
+        "and dataset replace those of the preset; what is given here changes them.",
+    ),
     "name": Setting(
         "run.name", TRAINING, "Name of the run folder; if empty, the preset's name and a number."
     ),
@@ -140,6 +149,7 @@ SETTINGS = {
 # Pairs of which only one can be given.
 EXCLUSIVE = (
     ("name", "resume"),
+    ("branch_of", "resume"),
     *((one, other) for one in ("documents", "sources") for other in ("resume", "dataset")),
     ("documents", "sources"),
 )
@@ -172,10 +182,13 @@ def invoked(
     for one, other in EXCLUSIVE:
         if one in given and other in given:
             raise ConfigError(f"{_title(other)}: excludes {_title(one)}; leave one of them empty")
+    branch_of = given.pop("branch_of", None)
     changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
     check_typed(changes)
     if "resume" in given:
         return Invocation({}, _resumed(changes))
+    if branch_of is not None:
+        return Invocation({}, _branched(str(branch_of), changes))
     typed = functools.reduce(merge, changes, dict[str, Any]())
     presets = preset if isinstance(preset, list) else [] if preset is None else [preset]
     return Invocation.of([str(name) for name in presets], None, typed)
@@ -189,16 +202,34 @@ def _change(name: str, value: Any) -> Tree:
 
 def _resumed(changes: list[Mapping[str, Any]]) -> Config:
     """The settings of the run that `changes` name, with `changes` applied over them."""
+    run_dir, places = _find_run("resume", None, changes)
+    return resume_config(run_dir, [*changes, {"run": places | {"name": run_dir.name}}])
+
+
+def _branched(branch_of: str, changes: list[Mapping[str, Any]]) -> Config:
+    """The settings of a branch, `NAME` or `NAME@STEP`, with `changes` applied over them."""
+    match = BRANCH.fullmatch(branch_of)
+    if match is None:
+        raise ConfigError(f"{_title('branch_of')}: got {branch_of!r}: takes RUN or RUN@STEP")
+    run_dir, places = _find_run("branch_of", match[1], changes)
+    step = None if match[2] is None else int(match[2])
+    return branch_config(run_dir, step, [*changes, {"run": places}])
+
+
+def _find_run(
+    parameter: str, name: str | None, changes: list[Mapping[str, Any]]
+) -> tuple[Path, Tree]:
+    """The folder of a run, by default that of `run.name`, and the settings of its places."""
     asked = load_config(overrides=[{"run": change["run"]} for change in changes if "run" in change])
     # `latest` is a link to the run.
     refresh_runs(asked.run.runs_dir, asked.run.store)
-    run_dir = (asked.run.runs_dir / str(asked.run.name)).resolve()
+    run_dir = (asked.run.runs_dir / (name or str(asked.run.name))).resolve()
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{_title('resume')}: there is no run {run_dir}")
-    itself = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
+        raise ConfigError(f"{_title(parameter)}: there is no run {run_dir}")
+    places = {"output_dir": str(run_dir.parent.parent)}
     if asked.run.store is not None:
-        itself["store"] = asked.run.store
-    return resume_config(run_dir, [*changes, {"run": itself}])
+        places["store"] = asked.run.store
+    return run_dir, places
 
 
 def _without(node: Tree, *keys: str) -> Tree:

@@ -25,7 +25,8 @@ from infini_model.config import Config, check_typed, load_config, merge, parse_o
 from infini_model.config.locations import expanded, is_url
 from infini_model.config.tree import RunConfig
 from infini_model.data.tokenizers.stated import TOKENIZER_FILE
-from infini_model.runtime.claims import resume_config
+from infini_model.runtime.branches import branch_config
+from infini_model.runtime.claims import check_branch, resume_config
 from infini_model.runtime.errors import CheckpointError, StageError, UserError
 from infini_model.runtime.holders import Holder, flow_run_page
 from infini_model.runtime.processes import wait_until
@@ -47,9 +48,19 @@ from infini_model.training.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
 PIPE_WIDTH = 10_000
-COLUMNS = ("Run", "Step", "State", "Loss", "Validation", "Updated", "Flow run", "MLflow")
+COLUMNS = (
+    "Run",
+    "Step",
+    "State",
+    "Loss",
+    "Validation",
+    "Branch of",
+    "Updated",
+    "Flow run",
+    "MLflow",
+)
 # Columns that a narrow terminal leaves out, in turn.
-LEFT_OUT = ("MLflow", "Flow run", "Updated", "Validation", "Loss")
+LEFT_OUT = ("MLflow", "Flow run", "Updated", "Branch of", "Validation", "Loss")
 # Columns of names and sentences, which are broken into lines, of this many characters at least.
 WRAPPED, READABLE = ("Run", "State"), 20
 # Enough to notice the flow run's state, write a checkpoint and report the end.
@@ -99,9 +110,10 @@ def show_runs(config: Config) -> None:
     if served is not None and configured_url() is None:
         os.environ.update(own_server(served.removesuffix("/api")))
     refresh_runs(config.run.runs_dir, config.run.store)
+    found = list_runs(config.run.runs_dir)
     rows = [
         (*_cells(run), *(_link(url, short=is_terminal) for url in _urls(run, page)))
-        for run in list_runs(config.run.runs_dir)
+        for run in found
     ]
     columns = dict(zip(COLUMNS, zip(COLUMNS, *rows, strict=True), strict=True))
     least = {
@@ -111,9 +123,11 @@ def show_runs(config: Config) -> None:
         )
         for title, cells in columns.items()
     }
+    if not any(run.parent for run in found):
+        del columns["Branch of"]
     for title in LEFT_OUT:
         if sum(least[kept] + 2 for kept in columns) - 2 > console.width:
-            del columns[title]
+            columns.pop(title, None)
     table = Table(box=None, pad_edge=False)
     for title in columns:
         wraps = title in WRAPPED
@@ -132,7 +146,8 @@ def _cells(run: RunStatus) -> list[str]:
     state = f"{run.state}: {run.detail}" if run.detail else run.state
     losses = ["" if x is None else f"{x:.4f}" for x in (run.train_loss, run.validation_loss)]
     updated = datetime.fromtimestamp(run.updated).astimezone().strftime("%Y-%m-%d %H:%M")
-    return [escape(cell) for cell in (run.run_dir.name, step, state, *losses, updated)]
+    parent = "" if run.parent is None else f"{run.parent}@{run.parent_step}"
+    return [escape(cell) for cell in (run.run_dir.name, step, state, *losses, parent, updated)]
 
 
 def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
@@ -174,6 +189,25 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
             return run_dir, None
     parameters = {"preset": None, "resume": run_dir.name, "advanced": advanced}
     return run_dir, Invocation(parameters, config)
+
+
+def to_branch(
+    places: RunConfig, name: str, step: int | None, overrides: Sequence[str]
+) -> tuple[str, Invocation]:
+    """The parent and step of a branch of the run `name`, and how to train it by `pipeline`.
+
+    Raises `UserError` if there is no such run or checkpoint, `ConfigError` if an override is wrong.
+    """
+    run_dir = find_run_folder(places, name)
+    where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
+    typed = [parse_override(text) for text in overrides]
+    check_typed(typed)
+    advanced = functools.reduce(merge, typed, {"run": where})
+    config = branch_config(run_dir, step, [advanced])
+    check_branch(config)
+    branch_of = str(config.training.branch_of)
+    parameters = {"preset": None, "branch_of": branch_of, "advanced": advanced}
+    return branch_of, Invocation(parameters, config)
 
 
 def _newest_resumable(places: RunConfig) -> Path:

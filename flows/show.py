@@ -43,7 +43,7 @@ def show(config: Config, *, every: bool) -> None:
     download_shards(plan.folder, tell=Console(stderr=True, markup=False).print)
     manifest = read_manifest(plan.folder)
     processes = (config.launch.processes or 1) * config.launch.num_nodes
-    config, windows, batches = resolve(
+    config, windows, batches, _ = resolve(
         config, manifest, plan.folder, None, Recovery(), None, processes
     )
     console.print(f"Dataset: {plan.address or plan.folder}")

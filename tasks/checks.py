@@ -6,6 +6,7 @@ from prefect import get_run_logger
 
 from infini_model.config import Config
 from infini_model.config.tree import RunConfig
+from infini_model.runtime.claims import check_branch
 from infini_model.runtime.errors import DeviceError, StoreError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore, split_address
@@ -20,15 +21,17 @@ from infini_model.training.model_shape import (
     known_shape,
     with_objective,
 )
+from tasks.flow_run import current_owner
 
 
 def refresh_and_check_stores(config: Config, *, builds_dataset: bool) -> None:
-    """Bring the records of stored runs here, and check that the stores honour conditions.
+    """Bring the records of stored runs here, and check the stores and the parent of a branch.
 
-    Raises `StoreError` if a store ignores conditions, and as `ObjectStore` does.
+    Raises `StoreError` if a store ignores conditions, as `ObjectStore` does, and as `check_branch`.
     """
     refresh_runs(config.run.runs_dir, config.run.store)
     check_stores(config.run, builds_dataset=builds_dataset)
+    check_branch(config, current_owner())
 
 
 def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:

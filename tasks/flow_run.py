@@ -68,7 +68,7 @@ def first_name() -> str:
     recorded = (run.get("name"), run.get("preset")) if isinstance(run, Mapping) else ()
     preset = given.get("preset")
     presets = "-".join(preset) if isinstance(preset, list) else preset
-    known = *map(given.get, ("name", "resume", "run")), presets, *recorded, "custom"
+    known = *map(given.get, ("name", "resume", "branch_of", "run")), presets, *recorded, "custom"
     return f"{flow_run.get_flow_name()} {next(filter(None, known))}"
 
 

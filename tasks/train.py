@@ -81,7 +81,7 @@ def _train_claimed(
         log.info("Run %s is already finished", run_dir)
         return
     if is_trained(run_dir):
-        log.info("Run %s is already trained; another name or seed starts a new run", run_dir)
+        log.info("Run %s is already trained; infini branch trains a new run from it", run_dir)
     else:
         log.info("Training in %s", run_dir)
     if weights is not None:

@@ -10,8 +10,9 @@ from typing import Any
 from prefect import task
 
 from infini_model.config import Config
+from infini_model.runtime.branches import parent_of
 from infini_model.runtime.claims import run_to_resume
-from infini_model.runtime.stored_runs import has_checkpoint
+from infini_model.runtime.stored_runs import saved_steps
 from infini_model.training.initial_weights import InitialWeights, read_initial_weights
 from tasks.checks import check_training_memory
 from tasks.failures import failure_as_state
@@ -22,16 +23,18 @@ from tasks.stage import STAGE, run_stage, run_with_retries
 def fetch_weights(config: Config) -> InitialWeights | None:
     """The weights that `model.initial_weights` names; None without them.
 
-    Those of a run that resumes from a checkpoint are as it recorded them: it needs neither the hub
-    nor the folder, except with LoRA, whose checkpoints lack the frozen weights. With several
-    machines only the first one reads them.
+    Those of a run that resumes from a checkpoint are as it recorded them, and of a branch as its
+    parent did: neither needs the hub or the folder, except with LoRA, whose checkpoints lack the
+    frozen weights. With several machines only the first one reads them.
 
     Raises as `check_training_memory` does.
     """
     if config.model.initial_weights is None or config.launch.node_rank > 0:
         return None
     run_dir = run_to_resume(config, current_owner())
-    if run_dir is not None and has_checkpoint(run_dir, config.run.store):
+    if run_dir is None and config.training.branch_of is not None:
+        run_dir = parent_of(config)[0]
+    if run_dir is not None and saved_steps(run_dir, config.run.store):
         recorded = read_initial_weights(run_dir)
         is_enough = config.training.lora is None
         if recorded is not None and (is_enough or recorded.folder.is_dir()):

@@ -126,6 +126,7 @@ NAMES: dict[str, str] = {
     "num_train_epochs": "training.epochs",
     "bf16": "use training.precision=bf16 instead",
     "lr": "training.learning_rate",
+    "lr_scheduler_type": "training.schedule",
     "clip_grad": "training.max_grad_norm",
     "max_position_embeddings": "packing.context_length",
     "attn_implementation": "launch.attention_backend",

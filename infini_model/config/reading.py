@@ -249,6 +249,24 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the leaves in which two trees of settings differ: their keys and both values."""
+    for key in {**one, **other}:
+        value, another = one.get(key), other.get(key)
+        if isinstance(value, Mapping) and isinstance(another, Mapping):
+            yield from differences(value, another, f"{above}{key}.")
+        elif value != another:
+            yield f"{above}{key}", value, another
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
+    key, value, recorded = next(differences(one, other))
+    return f"{key} is {recorded!r}, not {value!r}"
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values are the same setting: 3 and "3", or 0.0003 and "3e-4"."""
     if str(one) == str(other):

@@ -12,8 +12,17 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from infini_model.config.locations import LocalFolder, RayAddress
-from infini_model.config.section import Fraction, NonNegativeInt, PositiveInt, Section, takes
+from infini_model.config.section import (
+    NAME,
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    takes,
+)
 
+# The name of a run, and a step.
+BRANCH = re.compile(rf"({NAME.pattern})(?:@(\d{{1,9}}))?")
 GPUS = re.compile(r"auto|all|cpu|\d+(,\d+)*")
 Gpus = Annotated[str, takes("auto, all, cpu, or device numbers such as 0,3", GPUS.fullmatch)]
 
@@ -74,9 +83,16 @@ class TrainingConfig(Section):
     memory_learning_rate: PositiveFloat = 1e-2
     """Peak learning rate of the memory's own parameters: weights, gates, shifts."""
     min_learning_rate_ratio: Fraction = 0.1
-    """Final learning rate of the cosine schedule, as a fraction of the peak."""
+    """Final learning rate of a schedule that decays, as a fraction of the peak."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning rate after the warm-up: cosine and linear decay from then on; wsd (warm-up, stable,
+    decay) keeps the peak until the last decay_steps, and decays linearly in those; constant keeps
+    it."""
     warmup_steps: NonNegativeInt = 20
     """Optimizer steps of linear warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Last optimizer steps of the training, in which the learning rate decays; null (default) is
+    all after the warm-up, with wsd a fifth of the training."""
     weight_decay: NonNegativeFloat = 0.1
     """AdamW's weight decay, applied to matrices only."""
     adam_beta1: Beta = 0.9
@@ -91,6 +107,10 @@ class TrainingConfig(Section):
     """Data type of matrix products; auto is fp32 on the CPU, bf16 on GPUs that have it (compute
     capability 8.0), else fp16, which scales the loss and skips steps whose gradients overflow.
     Weights and optimizer state stay in float32."""
+    branch_of: Annotated[str, takes("RUN or RUN@STEP", BRANCH.fullmatch)] | None = None
+    """Run of this output folder whose newest checkpoint, or that of STEP, the run begins from: with
+    its weights, AdamW's moments and its position in the data. infini branch sets it; null (default)
+    begins anew."""
     lora: LoraConfig | None = None
     """Trains low-rank adapters, in peft's format, beside the frozen model.initial_weights; null
     (default) trains all weights."""
@@ -105,6 +125,15 @@ class TrainingConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None):
             yield "takes exactly one of max_steps and epochs"
+        if self.decay_steps is not None:
+            if self.schedule == "constant":
+                yield "decay_steps needs another schedule; constant does not decay"
+            used = self.warmup_steps + self.decay_steps
+            if self.max_steps is not None and used > self.max_steps:
+                yield (
+                    f"warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps} are more "
+                    f"than max_steps {self.max_steps}"
+                )
 
 
 class LaunchConfig(Section):

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import itertools
 import json
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,8 +47,6 @@ from infini_model.runtime.records import Record, read_record, write_record
 log = logging.getLogger(__name__)
 
 RECORD = "partition.json"
-# Another disk, a file system without hard links, or a file that may have no more of them.
-UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 EMPTY_SHARD = "data-00000-of-00001.arrow"
 # Those on which the content of a dataset may depend.
 PACKAGES = ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken")
@@ -161,7 +157,7 @@ class Datasets:
         with storage.atomic_folder(folder) as temporary:
             describe(temporary, manifest)
             for name, shard in manifest.files():
-                link(self.partitions / shard.path, temporary / name)
+                storage.link(self.partitions / shard.path, temporary / name)
             tokenizer.save(temporary)
 
     def names(self) -> list[str]:
@@ -285,16 +281,6 @@ def describe(folder: Path, manifest: Manifest) -> None:
         (folder / split / "dataset_info.json").write_text(json.dumps(info, indent=2))
     (folder / ASSEMBLED).write_text(json.dumps({"splits": list(SPLITS)}))
     write_record(folder / storage.MANIFEST, manifest)
-
-
-def link(source: Path, target: Path) -> None:
-    """Hard-link the file if that is possible, copy it otherwise. Raises `OSError`."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in UNLINKABLE:
-            raise
-        shutil.copy2(source, target)  # with the time at which it was written
 
 
 # What datasets are made from, and which of them are in use now: whoever is about to use a dataset

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
-from infini_model.data.datasets import RECORD, Datasets, link
+from infini_model.data.datasets import RECORD, Datasets
 from infini_model.data.manifest import (
     ASSEMBLED,
     PARTITIONS,
@@ -83,7 +83,7 @@ def download_shards(
             for name in lacking:
                 temporary = folder / f"{name}.new"
                 temporary.unlink(missing_ok=True)
-                link(here.partitions / listed[name].path, temporary)
+                storage.link(here.partitions / listed[name].path, temporary)
                 temporary.replace(folder / name)
                 # A rename onto another link to the same file does nothing.
                 temporary.unlink(missing_ok=True)

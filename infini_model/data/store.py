@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from infini_model.config.locations import is_url
-from infini_model.data.datasets import RECORD, Datasets, describe, link, no_latest
+from infini_model.data.datasets import RECORD, Datasets, describe, no_latest
 from infini_model.data.make_partition import Advance, make_partition
 from infini_model.data.manifest import (
     LATEST,
@@ -262,7 +262,7 @@ class StoredDatasets(Datasets):
                 for file, shard in manifest.files():
                     here = self.partitions / shard.path
                     if here.is_file() and here.stat().st_size == shard.bytes:
-                        link(here, temporary / file)
+                        storage.link(here, temporary / file)
                 if tokenizer is not None:
                     tokenizer.save(temporary)
                 elif manifest.tokenizer.spec != "bytes":

@@ -20,7 +20,14 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
-from infini_model.runtime.runs import EVALUATION, REPORT, REPORT_PAGE, record_evaluation
+from infini_model.runtime.runs import (
+    EVALUATION,
+    REPORT,
+    REPORT_PAGE,
+    is_started,
+    read_run,
+    record_evaluation,
+)
 from infini_model.runtime.storage import lock, remove_leftovers
 
 # Acceptable share of a step spent waiting for data.
@@ -245,11 +252,20 @@ def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
         ("Steps", f"{position.step:,} of {context.last_step:,}"),
+        *_parent(context.run_dir),
         ("Trained on", _tokens_read(context)),
         *_epochs_of_sources(lines),
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")
+
+
+def _parent(run_dir: Path) -> list[tuple[str, str]]:
+    """A row for the run and the step from which a branch began, of a branch."""
+    record = read_run(run_dir) if is_started(run_dir) else None
+    if record is None or record.parent is None:
+        return []
+    return [("Branch of", f"`{record.parent}`, step {record.parent_step:,}")]
 
 
 def _epochs_of_sources(lines: Sequence[Line]) -> list[tuple[str, str]]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infini_model.config import Config, dump_config, load_config
-from infini_model.config.locations import local_folder
+from infini_model.config import Config, difference, dump_config, load_config
+from infini_model.runtime.branches import begin_branch, find_step, parent_of
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.machine import package_versions
@@ -27,15 +27,14 @@ from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import (
     RUN,
     RunRecord,
-    dataset_here,
     find_run,
     is_finished,
     is_started,
     name_prefix,
     read_run,
     read_run_config,
-    recorded_settings,
     run_holder,
+    settings_of_run,
     weights_fingerprint,
 )
 from infini_model.runtime.storage import atomic_file, make_folder, point_latest
@@ -65,38 +64,17 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
     Raises `DataError` if `run_dir` is not a run folder, `ConfigError` if an override is invalid,
     names another run folder, or changes a setting that decides the weights.
     """
-    where = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
     own = read_run_config(run_dir)
-    data_dir = local_folder(own.run.data_dir, own.run.data_store)
-    settings = {
-        "run": where | ({} if data_dir is None else {"data_dir": str(data_dir)}),
-        "data": {"folder": str(dataset_here(run_dir))},
-    }
-    config = load_config(overrides=[recorded_settings(run_dir), settings, *overrides])
-    if (config.run.name, str(config.run.output_dir)) != (where["name"], where["output_dir"]):
+    config = load_config(overrides=[*settings_of_run(run_dir), *overrides])
+    if (config.run.name, config.run.output_dir) != (run_dir.name, run_dir.parent.parent):
         raise ConfigError(f"run.name: {run_dir} can only be resumed under its own name and folder")
     if config.identity != own.identity:
         other = difference(config.identity, own.identity)
-        raise ConfigError(f"{run_dir} cannot be resumed with different settings ({other})")
+        raise ConfigError(
+            f"{run_dir} cannot be resumed with different settings ({other}); infini branch "
+            f"{run_dir.name} begins a run with them"
+        )
     return config
-
-
-def differences(
-    one: Mapping[str, Any], other: Mapping[str, Any], above: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the leaves in which two trees of settings differ: their keys and both values."""
-    for key in {**one, **other}:
-        value, another = one.get(key), other.get(key)
-        if isinstance(value, Mapping) and isinstance(another, Mapping):
-            yield from differences(value, another, f"{above}{key}.")
-        elif value != another:
-            yield f"{above}{key}", value, another
-
-
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
-    key, value, recorded = next(differences(one, other))
-    return f"{key} is {recorded!r}, not {value!r}"
 
 
 def identities(
@@ -170,13 +148,21 @@ class _Request:
 
 
 def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
+    parent, step = None, None
+    if config.training.branch_of is not None:
+        parent, step = parent_of(config)[0].name, begin_branch(run_dir, config)
     named = config.updated(run={"name": run_dir.name})
     versions = package_versions("infini-llama")
     version = versions.get("infini-llama", "of a checkout that is not installed")
     with atomic_file(run_dir / "config.yaml") as temporary:
         temporary.write_text(f"# infini-llama {version}\n{dump_config(named)}", encoding="utf-8")
-    dataset, steps = dataset_dir.resolve(), config.training.max_steps
-    record = RunRecord(dataset=dataset, dataset_key=dataset_key, max_steps=steps)
+    record = RunRecord(
+        dataset=dataset_dir.resolve(),
+        dataset_key=dataset_key,
+        max_steps=config.training.max_steps,
+        parent=parent,
+        parent_step=step,
+    )
     write_record(run_dir / RUN, record)
 
 
@@ -237,6 +223,12 @@ def run_to_resume(config: Config, owner: Owner) -> Path | None:
         return exact if request.is_for(exact) else None
     run_dir = next(each for each in request.candidates() if run_holder(each) is None)
     return run_dir if is_started(run_dir) else None
+
+
+def check_branch(config: Config, owner: Owner = ANYBODY) -> None:
+    """Raise as `find_step` does if these settings are of a branch that could not begin."""
+    if config.training.branch_of is not None and run_to_resume(config, owner) is None:
+        find_step(config)
 
 
 def _until_released(run_dir: Path, owner: Owner) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, read_recorded, validate
+from infini_model.config.locations import local_folder
 from infini_model.runtime.errors import CheckpointError, DataError
 from infini_model.runtime.holders import Holder, holder_of
 from infini_model.runtime.metrics_file import read_validation_losses
@@ -68,6 +69,8 @@ class RunRecord(Record):
         dataset_key: Content key of the dataset.
         dataset_address: The dataset in an object store, if the folder is a working copy of it.
         max_steps: Total optimizer steps; None with `training.epochs` until training starts.
+        parent: Of a branch, the name of the run from whose checkpoint it began.
+        parent_step: The step of that checkpoint.
         owner: Id of the flow run that claimed the run last; None if that was none.
         former_owners: Ids of the flow runs that claimed it before another did.
     """
@@ -76,6 +79,8 @@ class RunRecord(Record):
     dataset_key: str
     dataset_address: str | None = None
     max_steps: int | None = None
+    parent: str | None = None
+    parent_step: int | None = None
     owner: str | None = None
     former_owners: tuple[str, ...] = ()
 
@@ -150,8 +155,23 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
     return read_recorded(path)
 
 
+def settings_of_run(run_dir: Path) -> list[dict[str, Any]]:
+    """The settings of a run as trees to lay over one another: recorded ones, then its places here.
+
+    Raises `DataError` if `run_dir` is not a run folder.
+    """
+    own = read_run_config(run_dir).run
+    run = {"name": run_dir.name, "output_dir": str(run_dir.parent.parent)}
+    if data_dir := local_folder(own.data_dir, own.data_store):
+        run["data_dir"] = str(data_dir)
+    places = {"run": run, "data": {"folder": str(dataset_here(run_dir))}}
+    return [recorded_settings(run_dir), places]
+
+
 def name_prefix(config: Config) -> str:
-    """What the name of a run begins with that the user does not name."""
+    """The beginning of the name of a run that the user does not name."""
+    if (branch_of := config.training.branch_of) is not None:
+        return f"{branch_of.partition('@')[0]}-branch"
     return config.run.preset or "run"
 
 

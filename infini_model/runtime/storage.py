@@ -32,6 +32,8 @@ SMALL_BYTES = 1 << 17
 # `is_locked` holds a lock for a moment; whoever takes one without waiting tries again.
 TRIES = 3
 PAUSE_SECONDS = 0.02
+# Another disk, a file system without hard links, or a file that may have no more of them.
+UNLINKABLE = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG}
 )
@@ -132,6 +134,16 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def link(source: Path | str, target: Path | str) -> None:
+    """Hard-link the file if that is possible, copy it otherwise. Raises `OSError`."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        shutil.copy2(source, target)  # with the time at which it was written
 
 
 def retire(path: Path) -> Path:

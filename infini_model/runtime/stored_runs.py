@@ -145,9 +145,16 @@ def await_owner(run_dir: Path, store: str | None) -> None:
         watch(_store_of(run_dir, store), run_dir)
 
 
-def has_checkpoint(run_dir: Path, store: str | None) -> bool:
-    """Whether a run has a complete checkpoint here or in the store. Raises as `ObjectStore`."""
-    return bool(local_steps(run_dir) or (store and _stored_steps(_store_of(run_dir, store))))
+def saved_steps(run_dir: Path, store: str | None) -> set[int]:
+    """The steps of a run's complete checkpoints, here or in the store. Raises as `ObjectStore`."""
+    there = set[int]() if store is None else _stored_steps(_store_of(run_dir, store))
+    return local_steps(run_dir) | there
+
+
+def fetch_checkpoint(run_dir: Path, store: str | None, step: int) -> None:
+    """Copy the checkpoint of a step from the store, unless it is here. Raises as `ObjectStore`."""
+    if store is not None and step not in local_steps(run_dir):
+        _get_folder(_store_of(run_dir, store), step_key(step), run_dir / step_key(step))
 
 
 def look_seconds(store: str | None) -> float:

@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from infini_model.config import Config, ModelConfig
+from infini_model.data.loading.loader import Origin
 from infini_model.model.hf.adapter import Adapter, write_adapter
 from infini_model.model.hf.config import NO_TOKENS, TokenIds
 from infini_model.model.hf.weights import save_tensors, write_files
@@ -62,8 +63,10 @@ class TrainerState:
         dataset_key: Content key of the dataset.
         config: The whole configuration.
         precision: Precision of matrix products.
-        global_batch: Windows per step.
+        global_batch: Windows per step; None of a branch that begins.
+        tokenizer: Fingerprint of the dataset's tokenizer.
         scaler: State of fp16's loss scale; None in other precisions.
+        origin: The position in the data at which a branch began.
     """
 
     step: int
@@ -73,8 +76,17 @@ class TrainerState:
     dataset_key: str
     config: dict[str, Any]
     precision: str
-    global_batch: int
+    global_batch: int | None
+    tokenizer: str = ""
     scaler: dict[str, Any] | None = None
+    origin: Origin | None = None
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> TrainerState:
+        """A state from its JSON, without the keys unknown here."""
+        known = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree}
+        origin = known.pop("origin", None)
+        return cls(**known, origin=None if origin is None else Origin(**origin))
 
     def last_step(self, config: Config) -> int:
         """Total optimizer steps: those set in `config`, or those computed from the epochs."""
@@ -88,8 +100,7 @@ class TrainerState:
 
 def read_state(checkpoint: Path) -> TrainerState:
     """The `TrainerState` of a verified checkpoint."""
-    tree = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return TrainerState(**{k: tree[k] for k in TrainerState.__dataclass_fields__ if k in tree})
+    return TrainerState.of(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

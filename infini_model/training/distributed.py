@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infini_model.config import Config, LaunchConfig
-from infini_model.runtime.claims import differences
+from infini_model.config import Config, LaunchConfig, differences
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.runtime.processes import STOPS
 from infini_model.training.launch.devices import GPU_NUMBERS, find_driver, physical_gpu

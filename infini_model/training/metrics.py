@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.coverage import Coverage, measure_coverage
+from infini_model.data.loading.loader import Origin
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import RULES
 from infini_model.runtime.errors import DeviceError
@@ -346,7 +347,11 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     positions = plan.global_batch * config.packing.context_length
     growth = []
     if (schedule := config.packing.context_schedule) is not None:
-        begins = [phase.first // plan.global_batch for phase in setup.loader.phases]
+        at = (start and start.origin) or Origin()
+        begins = [
+            at.step + (phase.first - at.windows_read) // plan.global_batch
+            for phase in setup.loader.phases
+        ]
         pairs = zip(schedule.values(), begins, strict=True)
         steps = ", ".join(f"{segments} from step {first}" for segments, first in pairs)
         growth = [f"Segments of a window: {steps}"]
@@ -357,7 +362,9 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         parameters += f", of which {trained:,} are trained ({trained / count:.2%})"
     memory = estimate_memory(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
     origin = f"Seed: {config.run.seed}"
-    if start is not None:
+    if start is not None and start.origin is not None and start.origin.step == start.step:
+        origin = f"Branch of: {config.training.branch_of}, from step {start.step}"
+    elif start is not None:
         origin = f"Resuming from: {setup.run_dir / step_key(start.step)}"
     elif (weights := setup.initial_weights) is not None:
         name = "" if weights.commit is None else f"{weights.name} in "
@@ -380,10 +387,10 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         f"Vocabulary size: {config.model.vocab_size}",
         origin,
         f"Steps: {0 if start is None else start.step} of {total} done",
-        f"Epochs: {total * plan.global_batch / windows:.2f} of {windows:,} windows",
+        f"Epochs: {setup.windows_by(total) / windows:.2f} of {windows:,} windows",
         *(
             f"Epochs of {name}: {epochs:.2f} of {len(sources[name]):,} windows"
-            for name, epochs in setup.loader.epochs(total * plan.global_batch).items()
+            for name, epochs in setup.loader.epochs(setup.windows_by(total)).items()
             if name
         ),
     ]

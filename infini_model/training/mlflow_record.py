@@ -253,7 +253,7 @@ class MlflowExporter:
         from mlflow.utils.git_utils import get_git_commit
 
         dataset = self._record.get("dataset", {})
-        owner = read_run(self._run_dir).owner if is_started(self._run_dir) else None
+        record = read_run(self._run_dir) if is_started(self._run_dir) else None
         weights = read_json_or_empty(self._run_dir / INITIAL_WEIGHTS)
         user = None
         # In a container the user id may have no name.
@@ -271,9 +271,11 @@ class MlflowExporter:
             "initial_weights.name": weights.get("name"),
             "initial_weights.commit": weights.get("commit"),
             "initial_weights.fingerprint": weights.get("fingerprint"),
-            "prefect.flow_run_id": owner,
+            "prefect.flow_run_id": record and record.owner,
+            "branch.parent": record and record.parent,
+            "branch.parent_step": record and record.parent_step,
         }
-        return {name: value for name, value in tags.items() if value}
+        return {name: str(value) for name, value in tags.items() if value}
 
     def _update_record(self, **fields: Any) -> None:
         self._record |= fields

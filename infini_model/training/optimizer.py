@@ -61,14 +61,27 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Adam
 def learning_rate_share(step: int, config: TrainingConfig) -> float:
     """Learning rate at step `step` (1 to the last) as a fraction of the peak.
 
-    Linear from 1 / warmup_steps to 1 at step warmup_steps, then a cosine down to
-    min_learning_rate_ratio at the last step.
+    Linear from 1 / warmup_steps to 1 at step warmup_steps; in the last `decay_steps` down to
+    min_learning_rate_ratio, by a cosine or linearly; 1 in between. It depends on nothing else, so
+    that a run may branch into any schedule. `wsd` is that of Hu et al., arXiv 2404.06395, with the
+    linear decay of Hägele et al., arXiv 2405.18392.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * cosine
+    decay = _decay_steps(config)
+    progress = max(0.0, (step - (config.total_steps - decay)) / max(1, decay))
+    left = 1.0 - min(1.0, progress)
+    if config.schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * left
+
+
+def _decay_steps(config: TrainingConfig) -> int:
+    """Steps in which the learning rate decays; 0 if it does not."""
+    if config.decay_steps is not None or config.schedule == "constant":
+        return config.decay_steps or 0
+    rest = max(0, config.total_steps - config.warmup_steps)
+    return min(rest, math.ceil(config.total_steps / 5)) if config.schedule == "wsd" else rest
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainingConfig) -> float:

@@ -44,6 +44,7 @@ class RunStatus:
         validation_loss: Latest validation loss; None before the first validation.
         updated: Time of the last record, in seconds since the epoch.
         owner: Id of the flow run that claimed the run last, if known.
+        parent: Of a branch, the run from which it began; `parent_step` is the step.
         mlflow: Its `run_id` and `tracking_uri` in MLflow; empty without a record there.
     """
 
@@ -56,6 +57,8 @@ class RunStatus:
     validation_loss: float | None = None
     updated: float = 0.0
     owner: str | None = None
+    parent: str | None = None
+    parent_step: int | None = None
     mlflow: dict[str, str] | None = None
 
 
@@ -87,12 +90,14 @@ def _read(run_dir: Path) -> RunStatus:
         run_dir,
         state,
         detail,
-        int(newest.get("step", 0)),
+        int(newest.get("step", record.parent_step or 0)),
         record.max_steps,
         newest.get("train/loss"),
         newest.get("validation/loss"),
         newest.get("time", (run_dir / RUN).stat().st_mtime),
         record.owner,
+        record.parent,
+        record.parent_step,
         {key: str(mlflow[key]) for key in ("run_id", "tracking_uri") if key in mlflow},
     )
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from infini_model.config import Config, dump_config
-from infini_model.data.loading.loader import Loader, make_phases
+from infini_model.config import Config, difference, dump_config
+from infini_model.data.loading.loader import Loader, Origin, make_phases
 from infini_model.data.loading.windows import Windows, open_windows
 from infini_model.data.manifest import Manifest, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
@@ -24,7 +24,8 @@ from infini_model.model.hf.adapter import Adapter
 from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
-from infini_model.runtime.claims import difference, identities
+from infini_model.runtime.branches import is_of_parent
+from infini_model.runtime.claims import identities
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.machine import available_memory
 from infini_model.runtime.metrics_file import MetricsFile
@@ -38,6 +39,7 @@ from infini_model.runtime.runs import (
     weights_fingerprint,
 )
 from infini_model.runtime.storage import atomic_file, lock
+from infini_model.training.branch import begin_state
 from infini_model.training.checkpoint import (
     Checkpointer,
     TrainerState,
@@ -115,6 +117,11 @@ class TrainingSetup:
         path = str(self.dataset_dir.resolve())
         return {"name": self.manifest.name, "key": self.manifest.key, "path": path}
 
+    def windows_by(self, step: int) -> int:
+        """Windows read when `step` steps are taken, without batches that are yet to be skipped."""
+        taken, read = (0, 0) if self.start is None else (self.start.step, self.start.windows_read)
+        return read + (step - taken) * self.plan.global_batch
+
     def state(self, step: int, windows_read: int) -> TrainerState:
         """The state after `step` steps, with `windows_read` windows read."""
         return TrainerState(
@@ -126,6 +133,8 @@ class TrainingSetup:
             config=self.config.model_dump(mode="json"),
             precision=self.train_module.precision.name,
             global_batch=self.plan.global_batch,
+            tokenizer=self.manifest.tokenizer.fingerprint,
+            origin=None if self.start is None else self.start.origin,
             scaler=self.scaler.state_dict() or None,
         )
 
@@ -137,11 +146,16 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     """
     asked, manifest = config, read_manifest(dataset_dir)
     check_agreement(config, manifest.key, world)
-    start = find_start(run_dir, manifest.key, world)
+    start = find_start(run_dir, config, manifest.key, world)
+    if start is None and config.training.branch_of is not None:
+        raise CheckpointError(
+            f"{run_dir / CHECKPOINTS}: no intact checkpoint; training.branch_of needs the one that "
+            "infini branch begins with"
+        )
     check_settings(run_dir, config, start, world)
     recovery = Recovery.of(world.broadcast(lambda: asdict(read_recovery(run_dir))))
     weights = weights_of_run(config, run_dir, world)
-    config, windows, plan = resolve(
+    config, windows, plan, start = resolve(
         config, manifest, dataset_dir, start, recovery, weights, world.size
     )
     if weights is not None and start is None and not asked.model.ignore_tokenizer:
@@ -165,6 +179,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
             config.model.segment_length,
             total_steps=config.training.total_steps,
             global_batch=plan.global_batch,
+            origin=None if start is None else start.origin,
         ),
         batch_size=plan.micro_batch,
         gradient_accumulation_steps=plan.accumulation,
@@ -220,17 +235,19 @@ def resolve(
     recovery: Recovery,
     weights: InitialWeights | None,
     processes: int,
-) -> tuple[Config, Callable[[str], Windows], BatchPlan]:
-    """The settings with all that a training decides by itself, its windows, and its batches.
+) -> tuple[Config, Callable[[str], Windows], BatchPlan, TrainerState | None]:
+    """The settings with all that a training decides by itself, its windows, batches and start.
 
     In this order: the precision in which the run began, where `auto` may be another one now; the
     shape of the initial `weights`; the vocabulary of the dataset; what the objective makes of the
     model; the micro-batches, smaller where `recovery` calls for it; and the steps that
-    `training.epochs` means.
+    `training.epochs` means. A branch that begins may have another precision and other batches than
+    its parent, and keeps its position where the data is the same.
 
     Raises `UserError` if settings, weights and dataset do not match.
     """
-    if start is not None:
+    branches = start is not None and is_of_parent(start.config, config)
+    if start is not None and not (branches and config.training.precision != "auto"):
         config = config.updated(training={"precision": start.precision})
     key = "model.vocab_size"
     if weights is not None:
@@ -243,18 +260,25 @@ def resolve(
     def windows(split: str) -> Windows:
         return open_windows(dataset_dir, split, packing, segment_length)
 
+    if start is not None and branches:
+        start = begin_state(start, config, manifest, windows("train"))
     fixed = None if start is None else start.global_batch
     plan = BatchPlan.of(config.training, processes, fixed, recovery.micro_batch_divisor)
     if config.training.epochs is not None:
-        steps = config.training.epochs * len(windows("train")) / plan.global_batch
-        config = config.updated(training={"max_steps": math.ceil(steps), "epochs": None})
-    return plan.applied_to(config), windows, plan
+        origin = (start and start.origin) or Origin()
+        left = config.training.epochs * len(windows("train")) - origin.windows_read
+        steps = origin.step + math.ceil(left / plan.global_batch)
+        config = config.updated(training={"max_steps": steps, "epochs": None})
+    return plan.applied_to(config), windows, plan, start
 
 
-def find_start(run_dir: Path, dataset_key: str, world: World) -> TrainerState | None:
+def find_start(
+    run_dir: Path, config: Config, dataset_key: str, world: World
+) -> TrainerState | None:
     """The state of a run's newest checkpoint, the same on every rank; None without one.
 
-    Only rank 0 needs the run folder. Raises `CheckpointError` if it was trained on another dataset.
+    Only rank 0 needs the run folder. Raises `CheckpointError` if the run was trained on another
+    dataset, which only the parent of a branch may have been.
     """
 
     def choose() -> dict[str, Any] | None:
@@ -263,8 +287,10 @@ def find_start(run_dir: Path, dataset_key: str, world: World) -> TrainerState | 
         return None if chosen is None else asdict(read_state(chosen))
 
     found = world.broadcast(choose)
-    state = None if found is None else TrainerState(**found)
-    if state is not None and state.dataset_key != dataset_key:
+    state = None if found is None else TrainerState.of(found)
+    if state is None or is_of_parent(state.config, config):
+        return state
+    if state.dataset_key != dataset_key:
         raise CheckpointError(
             f"{run_dir / step_key(state.step)}: was trained on dataset {state.dataset_key}, not "
             f"{dataset_key}; {ADVICE}"

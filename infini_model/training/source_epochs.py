@@ -23,7 +23,7 @@ class SourceEpochs(Callback):
     def __init__(self, setup: TrainingSetup) -> None:
         """Raise `ConfigError` if the training reads a source beyond `packing.max_epochs`."""
         self._setup = setup
-        self._planned = self._epochs(setup.config.training.total_steps * setup.plan.global_batch)
+        self._planned = self._epochs(setup.windows_by(setup.config.training.total_steps))
         self._limits = setup.config.packing.max_epochs or {}
         if unknown := self._limits.keys() - self._planned.keys():
             known = ", ".join(self._planned) or "one without a name"

@@ -131,6 +131,9 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
         ({"sources": {"a": {"paths": ["b"]}}, "source_weights": {"b": 1}}, ["packing.weights.b: "]),
         ({"name": "a", "resume": "b"}, ["Name", "Resume"]),
         ({"resume": "nowhere"}, ["Resume", "nowhere"]),
+        ({"branch_of": "a", "resume": "b"}, ["Branch of", "Resume"]),
+        ({"branch_of": "nowhere@3"}, ["Branch of", "no run", "nowhere"]),
+        ({"branch_of": "a@b"}, ["Branch of: got 'a@b': takes RUN or RUN@STEP"]),
         ({"advanced": {"run": 5}}, ["run", "5"]),
         (
             {"steps": 60, "advanced": {"training": {"max_steps": 5}}},
@@ -166,6 +169,26 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.Mo
     assert resumed.launch == begun.launch.model_copy(update={"gpus": "cpu"})
     assert resumed.training == begun.training
     assert (resumed.run, resumed.model) == (begun.run, begun.model)
+
+
+def test_a_branch_has_the_settings_of_its_parent_but_for_those_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINI_OUTPUT_DIR", str(tmp_path))
+    begun = configure(["debug"], overrides=["run.name=mine", "training.max_steps=77"])
+    with claim_run(begun, "key", tmp_path / "datasets" / "some-key"):
+        pass
+    constant = {"training": {"schedule": "constant"}}
+    branch = resolve("quickstart", constant, branch_of="latest@50", steps=99)
+    changed = {"max_steps": 99, "schedule": "constant", "branch_of": "mine@50"}
+    assert branch.training == begun.training.updated(**changed)
+    assert branch.data.folder == tmp_path / "datasets" / "some-key"
+    assert (branch.model, branch.run.name) == (begun.model, None)
+    # Documents take the place of its dataset, under the name that pins its tokenizer.
+    other = resolve("quickstart", branch_of="mine", steps=99, documents=["/texts/*.txt"])
+    assert (other.data.folder, other.data.name) == (None, begun.data.name)
+    with pytest.raises(ConfigError, match=r"has the model of its parent \(model\.memory is 'res"):
+        resolve("quickstart", {"model": {"memory": "none"}}, branch_of="mine")
 
 
 @pytest.mark.parametrize(

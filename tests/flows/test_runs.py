@@ -119,6 +119,21 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert (ended["type"], ended["message"][-len(told_by) :]) == ("COMPLETED", told_by)
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
 
+    # A branch that is killed is resumed by the same command, and is listed with its parent.
+    halt = Halt(tmp_path / "halt again", 23)
+    longer = ("training.max_steps=24", "training.schedule=constant", "checkpoint.save_steps=2")
+    killed = start("branch", "run-1", *longer, "--output-dir", output, **halt.environment)
+    halt.wait()
+    killed.end()
+    again = succeed(infini("branch", "run-1", *longer, "--output-dir", output), connected)
+    resumed_from = f"Resuming from: {output}/runs/run-1-branch-1/checkpoints/step-2"
+    assert resumed_from in again.stderr + again.stdout
+    assert re.search(r"run-1-branch-1 +24/24 +finished .+ run-1@20 ", told("runs")[1])
+    assert told("branch", "run-1") == (
+        2,
+        "error: training.max_steps: is 20, and the branch begins at step 20; set a larger total\n",
+    )
+
 
 @pytest.mark.story
 def test_a_training_completes_the_trainings_before_it_and_a_report_the_pipelines(

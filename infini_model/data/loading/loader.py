@@ -15,7 +15,6 @@ phase it is and how many of its windows have been read.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from bisect import bisect_right
@@ -42,6 +41,23 @@ TOKENS_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The position at which a branch continues the data of another run.
+
+    Attributes:
+        step: Optimizer steps taken before.
+        windows_read: Windows of `packing.context_length` read before.
+        first_key: The key of its first window, in `Batch.noise_keys`.
+        taken: Positions read before of each source in each phase, [phases][sources]; empty is 0.
+    """
+
+    step: int = 0
+    windows_read: int = 0
+    first_key: int = 0
+    taken: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True)
 class Phase:
     """Windows of one length.
 
@@ -52,6 +68,7 @@ class Phase:
         first_key: The key of its first window, in `Batch.noise_keys`; those before it have
             smaller ones.
         weights: Those of the sources; None is by size.
+        taken: See `Mixture.taken`.
     """
 
     windows: Windows
@@ -59,11 +76,12 @@ class Phase:
     parts: int = 1
     first_key: int = 0
     weights: Mapping[str, float] | None = None
+    taken: Sequence[int] = ()
 
     @cached_property
     def mixture(self) -> Mixture:
         """The mixture of the sources. Raises `ConfigError` and `DataError` as `mix` does."""
-        return mix(self.windows, self.weights)
+        return replace(mix(self.windows, self.weights), taken=self.taken)
 
 
 def make_phases(
@@ -73,24 +91,44 @@ def make_phases(
     *,
     total_steps: int,
     global_batch: int,
+    origin: Origin | None = None,
 ) -> Sequence[Phase]:
     """The phases of a training of `total_steps` steps, each of `global_batch` of `windows`.
 
-    `windows` are those of `config`; the phases before the last cut the same tokens shorter.
+    `windows` are those of `config`; the phases before the last cut the same tokens shorter. Of a
+    branch none begins before its `origin`.
     """
+    origin = origin or Origin()
     phases: list[Phase] = []
     schedule = config.context_schedule or {}
     for number, (fraction, segments) in enumerate(schedule.items()):
         length = segments * segment_length
-        first, key = math.ceil(fraction * total_steps) * global_batch, 0
+        steps = max(0, math.ceil(fraction * total_steps) - origin.step)
+        first, key = origin.windows_read + steps * global_batch, origin.first_key
         if phases:
             before = phases[-1]
             key = before.first_key + (first - before.first) * before.parts
         shorter = config.updated(context_length=length)
         cut = replace(windows, packing=pack(windows.stream, shorter, segment_length))
         parts, weights = config.context_length // length, config.weights_in(number)
-        phases.append(Phase(cut, first, parts, key, weights))
-    return phases or [Phase(windows, weights=config.weights_in(0))]
+        taken = origin.taken[number] if origin.taken else ()
+        phases.append(Phase(cut, first, parts, key, weights, taken))
+    if phases:
+        return phases
+    taken = origin.taken[0] if origin.taken else ()
+    return [Phase(windows, origin.windows_read, 1, origin.first_key, config.weights_in(0), taken)]
+
+
+def read_by_source(phases: Sequence[Phase], windows_read: int) -> list[list[int]]:
+    """The positions of each source of each phase after `windows_read` windows, [phases][sources].
+
+    Those that a branch has from its parent are among them.
+    """
+    ends = [*(min(windows_read, phase.first) for phase in phases[1:]), windows_read]
+    return [
+        phase.mixture.read_in(max(0, end - phase.first) * phase.parts)
+        for phase, end in zip(phases, ends, strict=True)
+    ]
 
 
 class Loader:
@@ -196,10 +234,10 @@ class Loader:
     def epochs(self, windows_read: int) -> dict[str, float]:
         """The passes over each source after `windows_read` windows, by its name."""
         epochs = dict.fromkeys(self.windows.sources, 0.0)
-        for phase, after in itertools.zip_longest(self.phases, self.phases[1:]):
-            end = windows_read if after is None else min(windows_read, after.first)
-            read = phase.mixture.epochs_in(max(0, end - phase.first) * phase.parts)
-            epochs = {name: epochs[name] + each for name, each in zip(epochs, read, strict=True)}
+        read = read_by_source(self.phases, windows_read)
+        for phase, counts in zip(self.phases, read, strict=True):
+            for (name, part), count in zip(phase.windows.sources.items(), counts, strict=True):
+                epochs[name] += count / max(1, len(part))
         return epochs
 
     def _phase_at(self, windows_read: int) -> int:

@@ -31,10 +31,12 @@ class Mixture:
     Attributes:
         starts: The windows before those of each source, and all, [sources + 1].
         shares: Whole numbers, [sources]: of each sum of them, so many positions are the source's.
+        taken: Positions of each source that were read before the first one, [sources]; empty is 0.
     """
 
     starts: Sequence[int]
     shares: Sequence[int]
+    taken: Sequence[int] = ()
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each position, and how many positions before it are of that source.
@@ -59,19 +61,20 @@ class Mixture:
         for source in np.unique(sources).tolist():
             here = np.flatnonzero(sources == source)
             count = self.starts[source + 1] - self.starts[source]
-            epochs, places = np.divmod(before[here], count)
+            taken = self.taken[source] if self.taken else 0
+            epochs, places = np.divmod(before[here] + taken, count)
             keys = source * SOURCE + phase * PHASE + epochs
             windows[here] = self.starts[source] + permute(places, count, seed, keys)
         return windows
 
-    def epochs_in(self, positions: int) -> list[float]:
-        """The passes over each source in the first `positions`."""
-        epochs, left = [0.0] * len(self.shares), np.array([positions])
+    def read_in(self, positions: int) -> list[int]:
+        """The positions of each source among the first `positions` and those taken before."""
+        read, left = list(self.taken) or [0] * len(self.shares), np.array([positions])
         for source, share, total in self._divisions():
             others = _others(left, share, total)
-            count = self.starts[source + 1] - self.starts[source]
-            epochs[source], left = float((left - others)[0]) / count, others
-        return epochs
+            read[source] += int((left - others)[0])
+            left = others
+        return read
 
     def _divisions(self) -> Iterator[tuple[int, int, int]]:
         """Yield each source that has a share, with that and the sum of those not yet divided.

@@ -27,6 +27,7 @@ from typing import Any
 
 from infini_model.config import Config, LaunchConfig, load_config
 from infini_model.runtime import ray as cluster
+from infini_model.runtime.branches import is_of_parent
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.processes import deferred_signals
 from infini_model.runtime.runs import STATE, list_checkpoints
@@ -168,7 +169,7 @@ class RayLauncher:
     def __post_init__(self) -> None:
         self.dataset_dir, self.run_dir = self.dataset_dir.resolve(), self.run_dir.resolve()
         # A gang that replaces another takes its steps, whatever its size.
-        self.global_batch = _saved_batch(self.run_dir)
+        self.global_batch = _saved_batch(self.run_dir, self.config)
 
     def train(self) -> None:
         """Train until the last step, on another gang whenever nodes are lost.
@@ -356,11 +357,12 @@ def _saved_step(run_dir: Path) -> int:
     return next((step for step, _ in list_checkpoints(run_dir)), 0)
 
 
-def _saved_batch(run_dir: Path) -> int | None:
-    """The global batch of the newest checkpoint; None without one."""
+def _saved_batch(run_dir: Path, config: Config) -> int | None:
+    """The global batch of the newest checkpoint; None without one of this run."""
     for _, folder in list_checkpoints(run_dir):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return int(json.loads((folder / STATE).read_text(encoding="utf-8"))["global_batch"])
+            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            return None if is_of_parent(state["config"], config) else int(state["global_batch"])
     return None
 
 

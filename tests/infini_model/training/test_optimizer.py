@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -33,20 +34,67 @@ def test_every_parameter_has_one_rate_and_only_matrices_decay():
     assert rates == pytest.approx({"decay": 5e-4, "no decay": 5e-4, "memory": 5e-3})
 
 
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
 @given(
+    schedule=st.sampled_from(SCHEDULES),
     warmup=st.integers(0, 30),
-    more=st.integers(1, 100),
+    stable=st.integers(0, 60),
+    decay=st.none() | st.integers(1, 60),
     ratio=st.floats(0.0, 1.0),
 )
-def test_the_rate_rises_to_its_peak_and_falls_to_its_floor(warmup, more, ratio):
+def test_the_rate_rises_to_its_peak_stays_there_and_falls_to_its_floor(
+    schedule, warmup, stable, decay, ratio
+):
+    decay = None if schedule == "constant" else decay
     config = TrainingConfig(
-        max_steps=warmup + more, warmup_steps=warmup, min_learning_rate_ratio=ratio
+        schedule=schedule,
+        max_steps=warmup + stable + (decay or 1),
+        warmup_steps=warmup,
+        decay_steps=decay,
+        min_learning_rate_ratio=ratio,
     )
     shares = [learning_rate_share(step, config) for step in range(1, config.max_steps + 1)]
-    rise, fall = shares[:warmup], shares[warmup:]
+    rise, rest = shares[:warmup], shares[warmup:]
     assert rise == sorted(rise)
-    assert fall == sorted(fall, reverse=True)
+    assert rest == sorted(rest, reverse=True)
     assert all(0.0 <= share <= 1.0 + 1e-12 for share in shares)
-    assert shares[-1] == pytest.approx(ratio)
     if warmup:
         assert shares[warmup - 1] == 1.0
+    if decay is not None:
+        assert rest[:stable] == [1.0] * stable
+    assert shares[-1] == pytest.approx(1.0 if schedule == "constant" else ratio)
+
+
+def test_schedules_are_those_of_pytorch():
+    """A warm-up of 5 steps, and 20 more; step 1 here is a scheduler's epoch 0."""
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+
+    scheduler = {
+        "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 20, eta_min=0.1),
+        "linear": lambda optimizer: LinearLR(optimizer, 1.0, 0.1, total_iters=20),
+    }
+    for schedule, make in scheduler.items():
+        optimizer = SGD([torch.zeros(1)], lr=1.0)
+        theirs = make(optimizer)
+        config = TrainingConfig(schedule=schedule, max_steps=25, warmup_steps=5)
+        for step in range(5, 26):
+            assert learning_rate_share(step, config) == pytest.approx(
+                optimizer.param_groups[0]["lr"]
+            )
+            optimizer.step()
+            theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"schedule": "constant", "decay_steps": 3}, "decay_steps needs another schedule"),
+        ({"max_steps": 9, "decay_steps": 5, "warmup_steps": 5}, "warmup_steps 5 and decay_steps 5"),
+    ],
+)
+def test_a_decay_that_cannot_be_is_refused(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        TrainingConfig.model_validate(change)

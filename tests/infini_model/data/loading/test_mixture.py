@@ -11,7 +11,7 @@ from streams import numbered_stream
 
 from infini_model.config import PackingConfig
 from infini_model.data.loading.coverage import measure_coverage
-from infini_model.data.loading.loader import Loader, Phase, make_phases
+from infini_model.data.loading.loader import Loader, Origin, Phase, make_phases, read_by_source
 from infini_model.data.loading.mixture import Mixture, mix
 from infini_model.data.loading.packing import pack
 from infini_model.data.loading.windows import Windows, validation_batches
@@ -91,7 +91,7 @@ def test_shares_are_exact_and_each_epoch_of_a_source_is_a_permutation(sources, c
         # After any number of positions.
         excess = np.cumsum(own) - (positions + 1) * float(weight / total)
         assert np.abs(excess).max(initial=0) < 2
-        assert mixture.epochs_in(count)[source] == pytest.approx(own.sum() / size)
+        assert mixture.read_in(count)[source] == own.sum()
         mine, all_of_it = read[own], set(range(starts[source], starts[source + 1]))
         epochs = [mine[first : first + size] for first in range(0, len(mine), size)]
         for epoch in epochs:
@@ -111,7 +111,7 @@ def test_without_weights_every_window_is_read_once_an_epoch(windows):
     for epoch in range(3):
         read = mixture.windows_at(np.arange(epoch * count, (epoch + 1) * count), 0, 0)
         assert sorted(read.tolist()) == list(range(count))
-    assert mixture.epochs_in(count) == pytest.approx([1, 1, 1])
+    assert mixture.read_in(count) == [len(part) for part in windows.sources.values()]
 
 
 def test_weights_are_as_they_are_written(windows):
@@ -179,6 +179,46 @@ def test_weights_change_with_the_phases_and_the_epochs_are_counted(begin):
             for name, count in counts.items():
                 read[name] += count / len(windows.sources[name])
             assert loader.epochs((step + 1) * BATCH) == pytest.approx(read)
+
+
+@given(st.integers(0, 14), st.sampled_from([3, 6, 12]), st.sampled_from([10, 12, 30]))
+def test_a_branch_reads_every_source_on_from_where_its_parent_was(
+    windows, config, begin, at, batch, steps
+):
+    """Also with other weights, another batch and another length."""
+    growing = {"context_schedule": {0: 1, 0.5: SEGMENTS}}
+    weights = {"weights": {"books": [3, 7], "chats": [0, 1], "web": [1, 1]}}
+    packing = PackingConfig.model_validate(config.model_dump() | growing | weights)
+    read = [[[] for _ in SHAPES] for _ in growing["context_schedule"]]
+
+    def note(loader, first, count):
+        for step in range(count):
+            place = first + step * loader.global_batch
+            number = [phase.windows for phase in loader.phases].index(loader.windows_at(place))
+            for window in loader.numbers(place).reshape(-1).tolist():
+                parts = loader.windows_at(place).sources.values()
+                source = next(n for n, part in enumerate(parts) if window in part)
+                read[number][source].append(window)
+
+    with begin() as parent:
+        note(parent, 0, at)
+        taken = read_by_source(parent.phases, at * BATCH)
+    assert taken == [[len(windows) for windows in sources] for sources in read]
+    origin = Origin(at, at * BATCH, 10**6, taken)
+    phases = make_phases(
+        windows, packing, SEGMENT, total_steps=steps, global_batch=batch, origin=origin
+    )
+    more = {"batch_size": batch, "seed": 5, "windows_read": origin.windows_read}
+    with Loader(windows, phases=phases, **more) as branch:
+        note(branch, origin.windows_read, 6)
+        after = origin.windows_read + 6 * batch
+        assert read_by_source(phases, after) == [[*map(len, sources)] for sources in read]
+        keys = [key for _ in range(6) for key in next(branch)[0].noise_keys.tolist()]
+        assert len({*keys}) == len(keys)
+    for number, (phase, sources) in enumerate(zip(phases, read, strict=True)):
+        for source, found in enumerate(sources):
+            alone = Mixture(phase.windows.packing.window_starts, [n == source for n in range(3)])
+            assert found == alone.windows_at(np.arange(len(found)), 5, number).tolist()
 
 
 def test_coverage_is_that_of_what_is_read(mixed):

@@ -137,7 +137,7 @@ SETTINGS = {
         "training.branch_of",
         TRAINING,
         "Name of a run whose newest checkpoint a new run begins from, or name@step. Its settings "
-        "and dataset replace those of the preset; what is given here changes them.",
+        "and dataset replace those of the preset; the other fields change them.",
     ),
     "name": Setting(
         "run.name", TRAINING, "Name of the run folder; if empty, the preset's name and a number."

@@ -129,6 +129,8 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     resumed_from = f"Resuming from: {output}/runs/run-1-branch-1/checkpoints/step-2"
     assert resumed_from in again.stderr + again.stdout
     assert re.search(r"run-1-branch-1 +24/24 +finished .+ run-1@20 ", told("runs")[1])
+    report = (output / "runs" / "run-1-branch-1" / "report.md").read_text()
+    assert "| Branch of | `run-1`, step 20 |" in report
     assert told("branch", "run-1") == (
         2,
         "error: training.max_steps: is 20, and the branch begins at step 20; set a larger total\n",

@@ -20,6 +20,7 @@ from commands import eventually, run
 
 from infini_model.config import Config, load_config
 from infini_model.runtime import owner, stored_runs
+from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import ConfigError, RunLostError, StoreError
 from infini_model.runtime.metrics_file import MetricsFile
@@ -149,6 +150,22 @@ def test_another_machine_finds_an_interrupted_run_and_goes_on(machine: Machine) 
     assert claim(one).name == "debug-2"
     assert is_finished(one.run.runs_dir / "debug-1")
     assert not [each for each in ObjectStore(one.run.store).list_below() if "/." in each.key]
+
+
+def test_another_machine_branches_from_any_stored_checkpoint(machine: Machine) -> None:
+    with claimed(machine("one", "checkpoint.save_total_limit=3")) as run_dir:
+        for step in (2, 4):
+            saved = save(run_dir, step)
+    two = machine("two")
+    refresh_runs(two.run.runs_dir, two.run.store)
+    here = two.run.runs_dir / "debug-1"
+    assert not local_steps(here)
+    config = branch_config(here, 2, [{"run": {"store": two.run.store}}])
+    with claimed(config) as branch:
+        assert local_steps(branch) == local_steps(here) == {2}
+    assert steps_of(stored(two, branch.name)) == {2}
+    weights = stored(two, branch.name).read("checkpoints/step-2/model/weights")[0]
+    assert weights != (saved / "model" / "weights").read_bytes()
 
 
 def test_who_holds_a_run_is_known_everywhere(machine: Machine) -> None:

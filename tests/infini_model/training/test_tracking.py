@@ -238,7 +238,8 @@ def test_a_record_that_is_deleted_meanwhile_is_begun_again_from_the_first_line(t
 
 
 def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
-    record_owner(tmp_path, "0198c0de")
+    record = {"owner": "0198c0de", "parent": "stable-1", "parent_step": 40}
+    write_record(tmp_path / RUN, RunRecord(dataset=tmp_path, dataset_key="k", **record))
     assert run_url("http://127.0.0.1:5000", tmp_path) is None
     number = open_tracking(config)[1]
     begin(tmp_path, config).close("KILLED")
@@ -251,6 +252,8 @@ def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     expected = {
         "prefect.flow_run_id": "0198c0de",
+        "branch.parent": "stable-1",
+        "branch.parent_step": "40",
         "run.folder": str(tmp_path),
         "run.preset": "debug",
         "dataset.key": DATASET["key"],

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import UUID
 
 from flows.presets import Invocation
@@ -178,10 +178,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
     await_owner(run_dir, places.store)
     if holder := run_holder(run_dir):
         raise UserError(f"{run_dir} is in use by {holder}")
-    where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
-    typed = [parse_override(text) for text in overrides]
-    check_typed(typed)
-    advanced = functools.reduce(merge, typed, {"run": where})
+    advanced = _typed(places, run_dir, overrides)
     config = resume_config(run_dir, [advanced])
     if is_finished(run_dir):
         # Whatever of it is not in the store yet is copied on this occasion.
@@ -199,15 +196,20 @@ def to_branch(
     Raises `UserError` if there is no such run or checkpoint, `ConfigError` if an override is wrong.
     """
     run_dir = find_run_folder(places, name)
-    where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
-    typed = [parse_override(text) for text in overrides]
-    check_typed(typed)
-    advanced = functools.reduce(merge, typed, {"run": where})
+    advanced = _typed(places, run_dir, overrides)
     config = branch_config(run_dir, step, [advanced])
     check_branch(config)
     branch_of = str(config.training.branch_of)
     parameters = {"preset": None, "branch_of": branch_of, "advanced": advanced}
     return branch_of, Invocation(parameters, config)
+
+
+def _typed(places: RunConfig, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The overrides as one tree, with the places of the run. Raises `ConfigError`."""
+    where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
+    typed = [parse_override(text) for text in overrides]
+    check_typed(typed)
+    return functools.reduce(merge, typed, {"run": where})
 
 
 def _newest_resumable(places: RunConfig) -> Path:

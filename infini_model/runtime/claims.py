@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.machine import package_versions
 from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import (
+    CHECKPOINTS,
     RUN,
     RunRecord,
     find_run,
@@ -148,20 +150,21 @@ class _Request:
 
 
 def _start(run_dir: Path, config: Config, dataset_key: str, dataset_dir: Path) -> None:
-    parent, step = None, None
-    if config.training.branch_of is not None:
-        parent, step = parent_of(config)[0].name, begin_branch(run_dir, config)
+    is_branch, settings = config.training.branch_of is not None, run_dir / "config.yaml"
+    # A branch that was killed here before it was a run has left its parent's checkpoint.
+    if is_branch or (settings.exists() and read_run_config(run_dir).training.branch_of):
+        shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
     named = config.updated(run={"name": run_dir.name})
     versions = package_versions("infini-llama")
     version = versions.get("infini-llama", "of a checkout that is not installed")
-    with atomic_file(run_dir / "config.yaml") as temporary:
+    with atomic_file(settings) as temporary:
         temporary.write_text(f"# infini-llama {version}\n{dump_config(named)}", encoding="utf-8")
     record = RunRecord(
         dataset=dataset_dir.resolve(),
         dataset_key=dataset_key,
         max_steps=config.training.max_steps,
-        parent=parent,
-        parent_step=step,
+        parent=parent_of(config)[0].name if is_branch else None,
+        parent_step=begin_branch(run_dir, config) if is_branch else None,
     )
     write_record(run_dir / RUN, record)
 

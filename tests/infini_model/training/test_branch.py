@@ -12,7 +12,7 @@ from infini_model.data.build import build_dataset
 from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
 from infini_model.data.sources.listing import list_sources
-from infini_model.runtime import branches
+from infini_model.runtime import branches, claims
 from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import check_branch, claim_run, resume_config
 from infini_model.runtime.errors import CheckpointError, ConfigError
@@ -143,6 +143,22 @@ def test_a_damaged_checkpoint_is_named_and_nothing_begins(run, parent):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no intact checkpoint; training\.branch_of needs"):
         run(resume_config(branch))
+
+
+def test_a_branch_that_is_killed_as_it_begins_leaves_nothing_to_another_run(
+    run, parent, monkeypatch, make_config
+):
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    named = branch_config(parent, 4, [{"training": {"max_steps": 9}, "run": {"name": "x"}}])
+    with monkeypatch.context() as patch:
+        patch.setattr(claims, "write_record", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run(named)
+    assert [path.name for path in (parent.parent / "x/checkpoints").glob("step-*")] == ["step-4"]
+    anew = run(run={"name": "x", "seed": 3}, training=CONSTANT, logging={"logging_steps": 1})
+    assert min(curve(anew, "train/loss")) == 1
 
 
 def test_a_parent_that_deletes_the_checkpoint_meanwhile_gives_its_newest(run, parent, monkeypatch):

@@ -52,20 +52,24 @@ class LiveArtifact:
     def __init__(self, key: str) -> None:
         self._key = key
         self._id: UUID | None = None
+        self._shown: Artifact | None = None
 
     def show(self, artifact: Artifact) -> None:
-        """Create or update it. Raises what Prefect's client raises."""
+        """Create or update it if anything has changed. Raises what Prefect's client raises."""
         artifact.key = self._key
+        if artifact == self._shown:
+            return
         client = get_client(sync_client=True)
         _, flow_run_id = get_task_and_flow_run_ids()
         self._id = self._id or find(client, flow_run_id, self._key)
         if self._id is None:
             self._id = artifact.create(_sync=True).id  # type: ignore[call-arg, union-attr]
-            return
-        data = artifact.format(_sync=True)  # type: ignore[call-arg]
-        client.update_artifact(
-            self._id, ArtifactUpdate(data=data, description=artifact.description)
-        )
+        else:
+            data = artifact.format(_sync=True)  # type: ignore[call-arg]
+            client.update_artifact(
+                self._id, ArtifactUpdate(data=data, description=artifact.description)
+            )
+        self._shown = artifact
 
 
 def find(client: SyncPrefectClient, flow_run_id: UUID | None, key: str) -> UUID | None:
@@ -173,20 +177,22 @@ def _terminal() -> Console | None:
 class Progress:
     """Shows `done` of `total`, in `unit`, while the block runs.
 
-    Prefect's artifact is updated at most once a second. Pass `logged=False` where the log shows the
-    progress already.
+    Prefect's artifact is updated at most once a second, and described by what `note` returns. Pass
+    `logged=False` where the log shows the progress already.
     """
 
-    def __init__(self, name: str, unit: str, *, logged: bool = True) -> None:
+    def __init__(
+        self, name: str, unit: str, *, logged: bool = True, note: Callable[[], str] = lambda: ""
+    ) -> None:
         self._console = console = _terminal()
         *shown, remaining = Bar.get_default_columns()
         columns = (*shown, TextColumn(unit), remaining)
         self._bar = Bar(*columns, console=console, disable=console is None, transient=True)
         self._task = self._bar.add_task(name, total=None)
         self._logged = logged and console is None
-        self._name, self._unit = name, unit
+        self._name, self._unit, self._note = name, unit, note
         self._artifact = LiveArtifact(f"{name}-progress")
-        self._percent = self._sent = -1.0
+        self._percent: float | None = None
         self._logged_at = float("-inf")
         self._shown = contextlib.ExitStack()
 
@@ -218,10 +224,8 @@ class Progress:
             get_run_logger().info("%.0f%% of %s %s", self._percent, f"{total:,}", self._unit)
 
     def _update(self) -> None:
-        """Update the artifact if the percentage, rounded down, has changed."""
-        percent = float(int(self._percent))
-        if percent == self._sent:
-            return
-        description = f"{self._name}: percent of all {self._unit}"
-        self._artifact.show(ProgressArtifact(progress=percent, description=description))
-        self._sent = percent
+        """Update the artifact if its note, or the percentage, rounded down, has changed."""
+        if self._percent is not None:
+            description = self._note() or f"{self._name}: percent of all {self._unit}"
+            percent = float(int(self._percent))
+            self._artifact.show(ProgressArtifact(progress=percent, description=description))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
 from collections import deque
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 from prefect import get_run_logger, task
-from prefect.artifacts import LinkArtifact, TableArtifact
+from prefect.artifacts import LinkArtifact
 
 from infini_model.config import Config
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.metrics_file import Line, newest_lines, read_newest
+from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished, read_run
 from infini_model.training.initial_weights import InitialWeights, record_initial_weights
 from infini_model.training.launch.reservation import waiting_note
@@ -33,9 +30,6 @@ from tasks.weights import fetch_anew
 
 # Between two updates of what Prefect shows of a training.
 VIEW_SECONDS = 5.0
-ROWS = 20
-
-Row = dict[str, str]
 
 
 @contextlib.contextmanager
@@ -67,6 +61,16 @@ def outcome(run_dir: Path) -> str:
     if "validation/loss" in newest:
         said.append(f"validation loss {newest['validation/loss']:.3f}")
     return " · ".join(said)
+
+
+def newest_step(run_dir: Path) -> str:
+    """The newest step of a training, in short; empty without one, as on all machines but one."""
+    newest = read_newest(run_dir, "step", "train/loss", "train/tokens_per_second")
+    if "train/loss" not in newest:
+        return ""
+    loss, speed = newest["train/loss"], newest["train/tokens_per_second"]
+    step = f"step {newest['step']:,.0f} of {read_run(run_dir).max_steps:,}"
+    return f"{step} · loss {loss:.4f} · {speed:,.0f} tokens/s"
 
 
 def _train_claimed(
@@ -103,12 +107,17 @@ def _train(config: Config, dataset_dir: str, run_dir: str) -> str:
     """
     folder = Path(run_dir)
     artifacts.show_folder("run-folder", folder, "Settings, logs, checkpoints and the trained model")
-    view, waiting = TrainingView(folder, config), Waiting(waiting_note(folder))
+    mlflow, waiting = LiveArtifact("mlflow"), Waiting(waiting_note(folder))
     tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def show_link() -> None:
+        if link := mlflow_link(folder, config):
+            mlflow.show(link)
+
     try:
         with (
             updates("state of the run", waiting.update, VIEW_SECONDS),
-            updates("training table", view.update, VIEW_SECONDS),
+            updates("link to MLflow", show_link, VIEW_SECONDS),
         ):
             _launch(config, Path(dataset_dir), folder, tail)
     except EXPECTED as error:
@@ -125,7 +134,7 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
         tail.append(line)
 
     with (
-        Progress("train", "steps", logged=False) as progress,
+        Progress("train", "steps", logged=False, note=lambda: newest_step(run_dir)) as progress,
         stopped_with_flow_run(lambda: saved_note(run_dir)) as stop,
     ):
         job = Job(
@@ -150,55 +159,3 @@ def mlflow_link(run_dir: Path, config: Config) -> LinkArtifact | None:
         return None
     description = "Curves, settings and files of the run"
     return LinkArtifact(link=url, link_text="The run in MLflow", description=description)
-
-
-class TrainingView:
-    """The artifacts `training` (a table, the newest step first) and `mlflow` (a link) of a run."""
-
-    def __init__(self, run_dir: Path, config: Config) -> None:
-        self._run_dir, self._config, self._steps = run_dir, config, config.training.max_steps
-        self._table, self._link = LiveArtifact("training"), LiveArtifact("mlflow")
-        self._shown: list[Row] = []
-        self._linked: str | None = None
-
-    def update(self) -> None:
-        """Show what has changed. Raises what Prefect's client raises."""
-        link = mlflow_link(self._run_dir, self._config)
-        if link and link.link != self._linked:
-            self._link.show(link)
-            self._linked = link.link
-        # A step has a line of its own, and perhaps two of validation and test.
-        newest = list(itertools.islice(newest_lines(self._run_dir), 3 * ROWS))
-        lines = [json.loads(line) for line in reversed(newest)]
-        if lines and self._steps is None:
-            self._steps = read_run(self._run_dir).max_steps
-        rows = list(table_rows(lines, self._steps))[-ROWS:]
-        if rows and rows != self._shown:
-            headline = " · ".join(f"{name} {value}" for name, value in rows[-1].items() if value)
-            self._table.show(TableArtifact(table=rows[::-1], description=headline))
-            self._shown = rows
-
-
-def table_rows(lines: list[Line], max_steps: int | None) -> Iterator[Row]:
-    """One row per trained step, with the validation loss that another line may hold.
-
-    Without `max_steps`, which `training.epochs` leaves open at first, there is no total and no ETA.
-    """
-    merged: dict[float, Line] = {}
-    for line in lines:
-        merged.setdefault(line["step"], {}).update(line)
-    for step, line in merged.items():
-        if "train/loss" not in line:
-            continue
-        total, eta = "", ""
-        if max_steps is not None:
-            seconds = round((max_steps - step) * line.get("train/step_seconds", 0.0))
-            total, eta = f" of {max_steps}", str(timedelta(seconds=seconds))
-        validation = line.get("validation/loss")
-        yield {
-            "step": f"{step:.0f}{total}",
-            "loss": f"{line['train/loss']:.4f}",
-            "validation loss": "" if validation is None else f"{validation:.4f}",
-            "tokens/s": f"{line.get('train/tokens_per_second', 0.0):,.0f}",
-            "ETA": eta,
-        }

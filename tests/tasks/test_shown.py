@@ -1,8 +1,10 @@
 """What a flow run shows of its stages: messages, names, links, reports and progress."""
 
+import json
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -13,12 +15,14 @@ from prefect.context import FlowRunContext
 from infini_model.config import load_config
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.pictures import FOLDER
+from infini_model.runtime.records import write_record
+from infini_model.runtime.runs import RUN, RunRecord
 from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.mlflow_record import PAGE
 from tasks import artifacts, failures
 from tasks.artifacts import Progress
-from tasks.train import mlflow_link, outcome
+from tasks.train import mlflow_link, newest_step, outcome
 
 
 def test_a_failure_of_a_training_says_what_is_saved(
@@ -71,6 +75,14 @@ def test_what_came_out_of_a_training_is_told_in_short(tmp_path: Path) -> None:
     assert outcome(run_dir) == "run debug-1 · 1,200 steps · validation loss 2.729"
 
 
+def test_a_running_training_shows_its_newest_step(tmp_path: Path) -> None:
+    write_record(tmp_path / RUN, RunRecord(dataset=tmp_path, dataset_key="key", max_steps=2000))
+    assert newest_step(tmp_path) == ""
+    step = {"train/loss": 2.42061, "train/tokens_per_second": 12344.6}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1490} | step) + "\n")
+    assert newest_step(tmp_path) == "step 1,490 of 2,000 · loss 2.4206 · 12,345 tokens/s"
+
+
 def test_a_run_is_linked_once_mlflow_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,14 +122,22 @@ def test_a_report_has_the_addresses_of_its_pictures_and_of_nothing_that_it_quote
     assert text == f"# One\n\nLoss: `{picture}`\n\n{quoted}\n"
 
 
-def test_progress_is_sent_in_whole_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, show = list[float](), "tasks.artifacts.LiveArtifact.show"
-    monkeypatch.setattr(show, lambda _, artifact: sent.append(artifact.progress))
-    progress = Progress("train", "steps", logged=False)
-    for done in (1000, 1001, 2999, 3000):
+def test_progress_is_sent_in_whole_percent_and_whenever_its_note_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent, notes = list[tuple[float, str]](), iter(["", "", "", "step 2,999", "step 3,000"])
+    client = SimpleNamespace(
+        update_artifact=lambda _, update: sent.append((update.data, update.description))
+    )
+    monkeypatch.setattr(artifacts, "get_client", lambda **_: client)
+    monkeypatch.setattr(artifacts, "find", lambda *_: uuid4())
+    progress = Progress("train", "steps", logged=False, note=lambda: next(notes))
+    progress._update()
+    for done in (1000, 1001, 2999, 2999, 3000):
         progress.show(done, 3000)
         progress._update()
-    assert sent == [33.0, 99.0, 100.0]
+    percent = "train: percent of all steps"
+    assert sent == [(33, percent), (99, percent), (99, "step 2,999"), (100, "step 3,000")]
 
 
 def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(

@@ -36,9 +36,7 @@ class Option:
         help: Its line in the help; one without is taken for the guides' sake, and not listed.
         key: The setting for which it is a short name, if it is one.
         value: What a flag sets there.
-        used_by: The commands that use it, and list it; the others take it with a note, since the
-            same options may be given to several commands. None is all.
-        only: Whether the others do not take it.
+        used_by: The commands that have it; None is all.
         kind: The type of its value.
         names: How it is written, unless it is by its own name.
         metavar: What stands for its value in the help.
@@ -48,28 +46,23 @@ class Option:
     key: str | None = None
     value: Any = True
     used_by: tuple[str, ...] | None = None
-    only: bool = False
     kind: Any = str | None
     names: tuple[str, ...] = ()
     metavar: str | None = None
 
-    def parameter(self, name: str, command: str) -> inspect.Parameter:
+    def parameter(self, name: str) -> inspect.Parameter:
         """Of the function that typer makes a command of."""
         shown = typer.Option(
             *(self.names or (f"--{name.replace('_', '-')}",)),
             help=self.help,
             metavar=self.metavar,
-            hidden=not self.help or not self.is_used_by(command),
+            hidden=not self.help,
         )
         default = False if self.kind is bool else None
         annotation = Annotated[self.kind, shown]  # type: ignore[name-defined]
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
-
-    def is_used_by(self, command: str) -> bool:
-        """Whether it has an effect on a command."""
-        return self.used_by is None or command in self.used_by
 
 
 _TRAIN = ("run", "train", "compare")
@@ -81,7 +74,7 @@ _ESTIMATED = (*_TRAIN, "doctor")
 # What decides how many windows the first batch has, which `show` prints.
 _BATCHED = (*_ESTIMATED, "show")
 _DEVICES = (*_MODEL, "preprocess", "doctor")
-_sampling = functools.partial(Option, used_by=_WRITE, only=True)
+_sampling = functools.partial(Option, used_by=_WRITE)
 # In the order of the help. What a few of them set depends on more than their value: see
 # `_single_keys`, `_devices` and `_data`.
 OPTIONS = {
@@ -118,11 +111,11 @@ OPTIONS = {
     "batch_size": Option(
         "Windows per process and micro-batch.",
         key="training.batch_size",
-        used_by=_BATCHED,
+        used_by=(*_BATCHED, "preprocess"),
         kind=int | None,
     ),
     "gpu_device": Option(
-        "Device for tokenization, such as cuda:0.", used_by=("run", "compare", "preprocess")
+        "Device for tokenization, such as cuda:0.", used_by=(*_TRAIN, "preprocess")
     ),
     "disable_flash_attn": Option(
         "Use PyTorch's attention where flash-attn is installed.",
@@ -165,7 +158,7 @@ OPTIONS = {
         used_by=(*_FLOWS, *_WRITE, "doctor"),
         kind=bool,
     ),
-    "use_gpu_dataloader": Option(kind=bool),
+    "use_gpu_dataloader": Option(used_by=_TRAIN, kind=bool),
     "fp16": Option(
         key="training.precision",
         used_by=(*_ESTIMATED, *_WRITE),
@@ -200,7 +193,6 @@ OPTIONS = {
     "sweep": Option(
         "First run all combinations of the settings with several values.",
         used_by=("compare",),
-        only=True,
         kind=bool,
     ),
     "share": Option(
@@ -208,7 +200,6 @@ OPTIONS = {
         "assembles the dataset.",
         key="data.share",
         used_by=("preprocess",),
-        only=True,
         metavar="I/N",
     ),
 }
@@ -237,6 +228,8 @@ def unknown(option: str, listed: Iterable[str], *, with_settings: bool) -> str:
     """
     name = option.lstrip("-").replace("-", "_")
     meant = NAMES.get(name)
+    if meant is None and name in OPTIONS:
+        return f"{option}: this command does not use it"
     # What `run.output_dir` is to a command is its option, also where the setting cannot change.
     if meant not in (None, "run.output_dir") and with_settings:
         return f"{option}: unknown option; {meant if ' ' in meant else f'it is {meant}=VALUE'}"
@@ -289,7 +282,7 @@ def _data(given: Mapping[str, Any], command: str) -> Tree:
 def _single_keys(given: Mapping[str, Any]) -> Iterator[Tree]:
     """What each option sets that is a short name for a key."""
     for name, option in OPTIONS.items():
-        value: Any = given.get(name)
+        value: Any = given[name]
         key = option.key
         if key is None or value is None or (option.kind is bool and not value):
             continue
@@ -306,6 +299,7 @@ def _single_keys(given: Mapping[str, Any]) -> Iterator[Tree]:
 
 def read(given: Mapping[str, Any], command: str) -> Invocation:
     """What a command line describes. Raises `ConfigError` in one line."""
+    given = {**dict.fromkeys(OPTIONS), **given}
     presets = given["preset"] or []
     # What a run is evaluated with is its own, unless a preset is named.
     if not presets and given["config"] is None and command != "evaluate":
@@ -366,33 +360,23 @@ def _comparison(words: list[str], *, sweep: bool) -> tuple[list[str], dict[str, 
 
 
 def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[..., R]:
-    """Give `command`, which takes an `Invocation`, the options that all commands share.
-
-    Some also get options of their own. Those that it does not use are reported on stderr.
-    """
+    """Give `command`, which takes an `Invocation`, its options among those of `OPTIONS`."""
     name = command.__name__
     kind = Annotated[list[str] | None, ARGUMENTS.get(name, ANY_SETTINGS)]
     words = inspect.Parameter(
         "overrides", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
     )
     options = [
-        option.parameter(each, name)
+        option.parameter(each)
         for each, option in OPTIONS.items()
-        if option.is_used_by(name) or not option.only
+        if option.used_by is None or name in option.used_by
     ]
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
     def with_options(**given: Any) -> R:
         rest = {parameter.name: given.pop(parameter.name) for parameter in own}
-        asked = read(given, name)
-        for each, option in OPTIONS.items():
-            if _is_given(given.get(each)) and not option.is_used_by(name):
-                shown = each.replace("_", "-")
-                typer.echo(
-                    f"note: --{shown} has no effect: infini {name} does not use it", err=True
-                )
-        return command(asked, **rest)  # type: ignore[call-arg]
+        return command(read(given, name), **rest)  # type: ignore[call-arg]
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in [words, *options, *own]]

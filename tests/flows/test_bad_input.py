@@ -18,6 +18,8 @@ from commands import Environment, infini, infini_here, run, tiny, write_settings
         ("preprocess texts/*.txt", "data.source.paths='texts/*.txt'"),
         ("run --max-steps many", "'--max-steps'"),
         ("run --no-such-option", "--no-such-option: unknown option"),
+        ("evaluate --max-steps 3", "--max-steps: this command does not use it"),
+        ("serve --no-gpu", "--no-gpu: this command does not use it"),
         ("run --steps 3", "--steps: unknown option; did you mean --max-steps?"),
         ("train --master_addr here", "--master-addr: unknown option; use launch.rdzv_endpoint"),
         ("runs --save_dir a", "--save-dir: unknown option; did you mean --output-dir?"),

@@ -32,7 +32,8 @@ COMMANDS = (
     "serve",
     "doctor",
 )
-TRAINING = ("run", "train", "evaluate", "doctor")
+TRAININGS = ("run", "train", "compare")
+DEVICES = (*TRAININGS, "evaluate", "doctor")
 
 
 def invoke(command: str, *arguments: str) -> tuple[Config, list[str]]:
@@ -70,23 +71,31 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
     [
         (COMMANDS, "", ""),
         (COMMANDS, "--output-dir there", "run.output_dir=there"),
-        (COMMANDS, "--max-steps 7", "training.max_steps=7"),
-        (COMMANDS, "--use-gpu-dataloader", ""),
-        (COMMANDS, "--disable-flash-attn", "launch.attention_backend=sdpa"),
-        (COMMANDS, "--force", "launch.force=true"),
-        (COMMANDS, "-t tb", "logging.tensorboard_dir=tb"),
-        (COMMANDS, "--gpu-device cuda:2", "data.device=cuda:2"),
-        (COMMANDS, "--num-nodes 2 launch.rdzv_endpoint=host:29500 run.name=shared", NODES),
-        (TRAINING, "-g 3", "launch.gpus=3 data.device=cuda:3"),
-        (TRAINING, "--no-gpu", "launch.gpus=cpu data.device=cpu"),
-        (TRAINING, "--gpus 0,3", "launch.gpus=0,3"),
-        (TRAINING, "--distributed", "launch.gpus=all"),
-        (TRAINING, "--distributed --gpus 0,1", "launch.gpus=0,1"),
-        (TRAINING, "--gpu 0 --gpu-device cuda:1", "launch.gpus=0 data.device=cuda:1"),
+        (TRAININGS, "--max-steps 7", "training.max_steps=7"),
+        (TRAININGS, "--use-gpu-dataloader", ""),
+        (
+            [*TRAININGS, "evaluate", "generate", "chat", "doctor"],
+            "--disable-flash-attn",
+            "launch.attention_backend=sdpa",
+        ),
+        (TRAININGS, "--force", "launch.force=true"),
+        (TRAININGS, "-t tb", "logging.tensorboard_dir=tb"),
+        ([*TRAININGS, "preprocess"], "--gpu-device cuda:2", "data.device=cuda:2"),
+        (
+            [*TRAININGS, "doctor"],
+            "--num-nodes 2 launch.rdzv_endpoint=host:29500 run.name=shared",
+            NODES,
+        ),
+        (DEVICES, "-g 3", "launch.gpus=3 data.device=cuda:3"),
+        (DEVICES, "--no-gpu", "launch.gpus=cpu data.device=cpu"),
+        (DEVICES, "--gpus 0,3", "launch.gpus=0,3"),
+        ([*TRAININGS, "doctor"], "--distributed", "launch.gpus=all"),
+        (["train"], "--distributed --gpus 0,1", "launch.gpus=0,1"),
+        (TRAININGS, "--gpu 0 --gpu-device cuda:1", "launch.gpus=0 data.device=cuda:1"),
         (["preprocess"], "--gpu-id 1", "data.device=cuda:1"),
         (["preprocess"], "--no-gpu", "data.device=cpu"),
         (["preprocess"], "--share 2/4", "data.share=2/4"),
-        (["run", "train", "doctor"], "--batch-size 3", "training.batch_size=3"),
+        (["run", "train", "doctor", "preprocess"], "--batch-size 3", "training.batch_size=3"),
         (["run", "preprocess"], "--data-dir there", "run.data_dir=there"),
         (["train", "evaluate"], "-d there", "data.folder=there"),
         (["run", "evaluate"], "--tasks 'sample, loss'", "evaluation.tasks=[sample,loss]"),
@@ -131,14 +140,6 @@ def test_the_data_dir_is_one_dataset_or_the_datasets_below_it(tmp_path: Path) ->
     assert parse("preprocess", "-d", str(one)) == meant(f"run.data_dir={one}")
     for command in ("run", "preprocess"):
         assert parse(command, "-d", str(tmp_path)) == meant(f"run.data_dir={one.parent}")
-
-
-def test_an_option_that_a_command_does_not_use_is_noted() -> None:
-    noted = "note: --{} has no effect: infini {} does not use it"
-    assert invoke("preprocess", "--max-steps", "3")[1] == [noted.format("max-steps", "preprocess")]
-    lines = invoke("serve", "--gpus", "0", "--debug")[1]
-    assert lines == [noted.format(name, "serve") for name in ("gpus", "debug")]
-    assert not invoke("train", "--use-gpu-dataloader", "-t", "boards")[1]
 
 
 def test_devices_are_chosen_once() -> None:

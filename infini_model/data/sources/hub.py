@@ -7,7 +7,6 @@ make up a configuration and a split; none of the repository's code is run.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from infini_model.data.sources.files import (
 )
 from infini_model.data.sources.formats import format_of, whole_file
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.stage_protocol import OnProgress
 
@@ -235,7 +234,6 @@ def fetch_weights(repository: str, commit: str, progress: OnProgress | None = No
 
     cache = Path(constants.HF_HUB_CACHE)
     with hub_errors(f"model {repository}"), storage.named_os_errors(cache):
-        _remove_leftovers(cache, repository)
         folder = snapshot_download(
             repository,
             revision=commit,
@@ -249,20 +247,6 @@ def fetch_weights(repository: str, commit: str, progress: OnProgress | None = No
             "formats, such as .bin, are not read"
         )
     return Path(folder)
-
-
-def _remove_leftovers(cache: Path, repository: str) -> None:
-    """Remove what killed downloads of a model have left: the hub's client never resumes them."""
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = repo_folder_name(repo_id=repository, repo_type="model")
-    for path in (cache / folder / "blobs").glob("*.incomplete"):
-        # Whoever downloads a file, also another program, holds the lock of its entity tag.
-        lock = cache / ".locks" / folder / f"{path.name.partition('.')[0]}.lock"
-        # In a cache that several users share, it may be another one's to remove.
-        with contextlib.suppress(OSError, UserError), storage.lock(lock, wait=False) as free:
-            if free:
-                path.unlink()
 
 
 def _bars(repository: str, commit: str, progress: OnProgress) -> type[Any]:

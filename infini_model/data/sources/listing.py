@@ -255,12 +255,9 @@ def _expand(pattern: str) -> list[str]:
     # Unlike that of `Path`, it leaves the name of an unknown user as it is.
     place = Path.cwd() / os.path.expanduser(expanded)  # noqa: PTH111
     literal = next(each for each in (place, *place.parents) if os.path.exists(each))  # noqa: PTH110
-    parts, again = place.parts[len(literal.parts) :], set[str]()
-    found = _walk(str(literal), parts, excluded, {}, again) if parts else [str(place)]
+    parts = place.parts[len(literal.parts) :]
+    found = _walk(str(literal), parts, excluded, set()) if parts else [str(place)]
     files = [name for name in found if os.path.isfile(name)]  # noqa: PTH113
-    if again:
-        example = f"{len(again)}, such as {min(again)}"
-        log.warning("data.source.paths: %r: links to folders read before: %s", pattern, example)
     if not files:
         raise _no_match(pattern, "file", place.is_dir())
     return files
@@ -270,20 +267,18 @@ def _walk(
     folder: str,
     parts: tuple[str, ...],
     excluded: frozenset[str],
-    seen: dict[tuple[str, tuple[str, ...]], str],
-    again: set[str],
+    seen: set[tuple[str, tuple[str, ...]]],
 ) -> Iterator[str]:
     """Yield the matches of a glob in a folder, which is read once, whatever links lead to it.
 
-    `seen` has the folders that were read for these parts, by their real names; `again` gets links.
+    `seen` has the real names of the folders that were read, each with the parts of the glob.
     """
-    first = seen.setdefault((os.path.realpath(folder), parts), folder)
-    if first is not folder:
-        again.update({folder} - {first})
+    if (place := (os.path.realpath(folder), parts)) in seen:
         return
+    seen.add(place)
     part, rest = parts[0], parts[1:]
     if part == "**":
-        yield from _walk(folder, rest or ("*",), excluded, seen, again)
+        yield from _walk(folder, rest or ("*",), excluded, seen)
     entries: list[os.DirEntry[str]] = []
     with contextlib.suppress(OSError):  # as `glob` does
         entries = sorted(os.scandir(folder), key=os.DirEntry.is_symlink)
@@ -295,4 +290,4 @@ def _walk(
         if not deeper:
             yield entry.path
         elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():  # noqa: PTH112
-            yield from _walk(entry.path, deeper, excluded, seen, again)
+            yield from _walk(entry.path, deeper, excluded, seen)

@@ -78,7 +78,7 @@ def test_each_match_is_listed_once_in_order_from_any_folder(tmp_path, monkeypatc
     assert list_files(source, tmp_path) == [str(raw / f"000{number}.txt") for number in range(3)]
 
 
-def test_a_folder_is_read_once_whatever_links_lead_to_it(tmp_path, caplog):
+def test_a_folder_is_read_once_whatever_links_lead_to_it(tmp_path):
     raw = write_files(tmp_path / "raw", ["a", "b"])
     deep = write_files(raw / "deep" / "er", ["c"])
     outside = write_files(tmp_path / "outside", ["d"])
@@ -89,7 +89,6 @@ def test_a_folder_is_read_once_whatever_links_lead_to_it(tmp_path, caplog):
     for pattern in ("raw/**/*.txt", "raw/**", "raw/**/**/*.txt"):
         source = FilesSource(paths=[str(tmp_path / pattern)])
         assert list_files(source, tmp_path) == sorted(map(str, everything))
-        assert f"read before: 3, such as {raw}/alias" in caplog.messages[-1]
     # Two links to each other's folder.
     for one, other in (("a", "b"), ("b", "a")):
         write_files(tmp_path / "ring" / one, [one])

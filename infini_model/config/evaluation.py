@@ -83,9 +83,6 @@ class UnmaskingConfig(Section):
     steps: PositiveInt | None = None
     """Passes of the model over all new tokens; null (default) is one per token. Fewer are faster
     and worse."""
-    remasking: Literal["low_confidence", "random"] = "low_confidence"
-    """Which of the predicted tokens stay masked for a later step: those of lowest probability, or
-    random ones."""
 
 
 class SampleConfig(Section):

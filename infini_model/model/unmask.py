@@ -44,7 +44,7 @@ def unmask(
         prompt: Token ids; may be empty.
         sampling: How many tokens are generated, if the context has room for them, and how each is
             drawn from its logits.
-        settings: Blocks, steps, and which predictions are kept.
+        settings: Blocks and steps.
 
     Yields:
         The tokens of each block, once it is complete.
@@ -67,8 +67,6 @@ def unmask(
         logits = _logits(model, ids, masked, mask, state)
         drawn = uniform(hashed(sampling.seed, step, masked))
         tokens = sampling.draw(logits, drawn)
-        if settings.remasking == "random":
-            return tokens, uniform(hashed(sampling.seed, step, masked, -1)).to(tokens.device)
         probabilities = logits.double().softmax(dim=-1)
         return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
 

@@ -12,9 +12,6 @@ import typer
 from flows.presets import Invocation
 from flows.serving.connection import prefect_api
 
-# The flows that need the GPUs of this machine; preprocessing needs none.
-ON_GPUS = ("pipeline", "compare", "train", "evaluate")
-
 
 def run_flow(name: str, asked: Invocation) -> Any:
     """Run the flow `name` of `flows.<name>` and return its result.
@@ -25,7 +22,7 @@ def run_flow(name: str, asked: Invocation) -> Any:
     from infini_model.training.launch.devices import choose_gpus
 
     config = asked.config
-    if name in ON_GPUS and (name == "evaluate" or config.launch.launcher == "local"):
+    if name != "preprocess" and (name == "evaluate" or config.launch.launcher == "local"):
         choose_gpus(config.launch.gpus)
     with prefect_api(config) as wait_until_up:
         from prefect.exceptions import Abort, Pause

@@ -57,24 +57,20 @@ class Invocation:
         return cls(parameters, configure(presets, overrides=[typed]))
 
 
-def configure(
-    presets: Iterable[str] = (),
-    file: Path | None = None,
-    overrides: Iterable[str | Mapping[str, Any]] = (),
-) -> Config:
-    """The settings of the presets, the file, the remedies and the overrides, in that order.
+def configure(presets: Iterable[str], overrides: Iterable[str | Mapping[str, Any]] = ()) -> Config:
+    """The settings of the presets, the remedies and the overrides, in that order.
 
-    Each applies over those before it. Without presets or a file, the library's defaults.
+    Each applies over those before it. Without presets, the library's defaults.
 
     Raises `ConfigError` in one line for an unknown preset, for what a preset leaves to the user and
     nobody gave, and for whatever `load_config` rejects.
     """
     changes = [parse_override(text) if isinstance(text, str) else text for text in overrides]
     typed = _named(functools.reduce(merge, changes, {}))
-    return validate(merge(_layered(presets, file), typed))
+    return validate(merge(_layered(presets), typed))
 
 
-def _layered(presets: Iterable[str], file: Path | None) -> dict[str, Any]:
+def _layered(presets: Iterable[str], file: Path | None = None) -> dict[str, Any]:
     """The tree of the presets, the file over them and the remedies over both, with its origin."""
     names = list(presets)
     if names and set(names) <= set(remedy_names()) and file is None:

@@ -29,7 +29,7 @@ def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path
     config = complete(preset)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
-    assert load_config(file) == configure(file=file) == config
+    assert load_config(file) == Invocation.of([], file, {}).config == config
     assert config.run.preset == (f"quickstart-{preset}" if preset in remedy_names() else preset)
 
 
@@ -88,9 +88,9 @@ def test_later_presets_lie_over_earlier_ones_and_a_remedy_over_the_default(tmp_p
     assert configure(["stable"]) == configure(["quickstart", "stable"])
     file = tmp_path / "recorded.yaml"
     file.write_text(dump_config(configure(["arxiv"])))
-    assert configure(["stable"], file) == configure(["arxiv", "stable"])
+    assert Invocation.of(["stable"], file, {}).config == configure(["arxiv", "stable"])
     file.write_text("training: {max_steps: 9}")
-    over_both = configure(["stable"], file, ["training.max_grad_norm=0.25"])
+    over_both = Invocation.of(["stable"], file, {"training": {"max_grad_norm": 0.25}}).config
     assert over_both.run.preset == "stable"
     assert over_both.training.max_grad_norm == 0.25
 
@@ -124,7 +124,7 @@ def test_documents_have_one_name_in_a_file_and_typed_whatever_the_folder_of_the_
     monkeypatch.chdir(tmp_path)
     absolute = [f"data.source.paths=[{tmp_path}/texts/*.txt]"]
     given = configure(["debug"], overrides=absolute)
-    assert configure(["quickstart"], file).data.name == given.data.name
+    assert Invocation.of(["quickstart"], file, {}).config.data.name == given.data.name
 
 
 @pytest.mark.parametrize("unknown", ["fast", "arxiv+stable", ""])

@@ -238,13 +238,10 @@ def unknown(option: str, listed: Iterable[str], *, with_settings: bool) -> str:
     return f"{option}: unknown option" + (f"; did you mean {names[near]}?" if near else "")
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False  # 0 is a GPU
-
-
 def _devices(given: Mapping[str, Any], command: str) -> Tree:
     names = ("no_gpu", "gpu", "gpus", "distributed")
-    chosen = [name for name in names if _is_given(given[name])]
+    # 0 is a GPU.
+    chosen = [name for name in names if given[name] is not None and given[name] is not False]
     if chosen[1:] and chosen != ["gpus", "distributed"]:
         both = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(f"{both}: both choose the devices; give one of them")

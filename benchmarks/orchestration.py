@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.report import Cell, Ratio, publish, run, spread, take_turns
 from flows.presets import configure
-from flows.serving.connection import served_url
+from flows.serving.connection import served
 from flows.serving.servers import HOST, free_port
 from infini_model.config import Config, dump_config
 from infini_model.runtime.claims import claim_run
@@ -151,7 +151,7 @@ def wait_for_server(process: subprocess.Popen[bytes], config: Config, port: int)
     """The address of the API, once `infini serve` is ready."""
     deadline = time.monotonic() + START_SECONDS
     url = f"http://{HOST}:{port}/api"
-    while served_url(config) != url:
+    while served(config).get("api_url") != url:
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit("infini serve did not start")
         time.sleep(0.1)

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flows.serving.access import Access, stored_access
-from flows.serving.connection import configured_auth, configured_url, served_url, status_of
+from flows.serving.connection import API_URL, AUTH_STRING, configured, served, status_of
 from flows.serving.servers import HOST, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import DeviceError, UserError
@@ -202,13 +202,13 @@ def _server(subject: str, url: str, auth_string: str | None, variables: str) -> 
 
 
 def _prefect(config: Config, access: Access) -> Finding:
-    configured, served = configured_url(), served_url(config)
-    url = configured or served
+    own = served(config).get("api_url")
+    url = configured(API_URL) or own
     if url is None:
         return Finding("Prefect API", "not configured; each command starts its own")
-    auth_string = access.auth_string if url == served else configured_auth()
+    auth_string = access.auth_string if url == own else configured(AUTH_STRING)
     version = f"{url.rstrip('/')}/admin/version"
-    return _server("Prefect API", version, auth_string, "PREFECT_API_AUTH_STRING")
+    return _server("Prefect API", version, auth_string, AUTH_STRING)
 
 
 def _mlflow(config: Config, access: Access) -> Finding:
@@ -223,7 +223,7 @@ def _mlflow(config: Config, access: Access) -> Finding:
 
 
 def _servers(config: Config) -> Iterator[Finding]:
-    if served_url(config) is None:  # otherwise they are in use by that infini serve
+    if not served(config):  # otherwise they are in use by that infini serve
         yield _port(4200, "--port")
         yield _port(5000, "--mlflow-port")
     try:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from uuid import UUID
 
 from flows.presets import Invocation
-from flows.serving.connection import configured_url, served_mlflow, served_url, use_server
+from flows.serving.connection import API_URL, configured, served, use_server
 from flows.serving.servers import own_server
 from flows.sweep import runs_of
 from infini_model.config import Config, check_typed, load_config, merge, parse_override
@@ -106,9 +106,10 @@ def show_runs(config: Config) -> None:
     is_terminal = sys.stdout.isatty()
     # Never wrapped in a pipe: its reader expects one line per run.
     console = Console(width=None if is_terminal else PIPE_WIDTH)
-    served, page = served_url(config), served_mlflow(config)
-    if served is not None and configured_url() is None:
-        os.environ.update(own_server(served.removesuffix("/api")))
+    addresses = served(config)
+    page = addresses.get("mlflow_url")
+    if addresses and configured(API_URL) is None:
+        os.environ.update(own_server(addresses["api_url"].removesuffix("/api")))
     refresh_runs(config.run.runs_dir, config.run.store)
     found = list_runs(config.run.runs_dir)
     rows = [

@@ -36,9 +36,10 @@ from infini_model.training.mlflow_record import PAGE
 STALL_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 PAUSE_SECONDS = 0.5
+API_URL, AUTH_STRING = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
 
 
-def _configured(variable: str) -> str | None:
+def configured(variable: str) -> str | None:
     """A setting of Prefect in the user's environment or Prefect profile."""
     home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
     value = os.environ.get(variable)
@@ -49,18 +50,11 @@ def _configured(variable: str) -> str | None:
     return get_current_settings().to_environment_variables().get(variable)
 
 
-def configured_url() -> str | None:
-    """The API address that the user has configured."""
-    return _configured("PREFECT_API_URL")
+def served(config: Config) -> dict[str, str]:
+    """The addresses of a running `infini serve` for the same output folder; empty without one.
 
-
-def configured_auth() -> str | None:
-    """The "user:password" that the user has configured for that API."""
-    return _configured("PREFECT_API_AUTH_STRING")
-
-
-def _served(config: Config) -> dict[str, str]:
-    """The addresses of a running `infini serve` for the same output folder; empty without one."""
+    They are `api_url`, of Prefect's API, and `mlflow_url`.
+    """
     home = prefect_dir(config)
     if not is_locked(serve_lock(home)):
         return {}
@@ -68,16 +62,6 @@ def _served(config: Config) -> dict[str, str]:
         return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
     except FileNotFoundError:  # it is starting
         return {}
-
-
-def served_url(config: Config) -> str | None:
-    """The API of a running `infini serve` for the same output folder."""
-    return _served(config).get("api_url")
-
-
-def served_mlflow(config: Config) -> str | None:
-    """The MLflow page of a running `infini serve` for the same output folder."""
-    return _served(config).get("mlflow_url")
 
 
 def status_of(url: str, auth_string: str | None) -> int:
@@ -109,7 +93,7 @@ def _check_answers(url: str) -> None:
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or "/workspaces/" in api:
             return  # Prefect Cloud requires authentication here.
         if status == HTTPStatus.OK:
-            status = status_of(f"{api}/admin/version", configured_auth())
+            status = status_of(f"{api}/admin/version", configured(AUTH_STRING))
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(
@@ -131,19 +115,18 @@ def use_server(config: Config) -> str | None:
     home = prefect_dir(config)
     access = stored_access(home)
     os.environ.update(access.mlflow_client(config.tracking_uri))
-    configured, served = configured_url(), served_url(config)
+    own, addresses = configured(API_URL), served(config)
+    url = addresses.get("api_url")
     # By the lock in it `infini serve` finds out that a command was killed, whatever its server is.
     os.environ[ENGINES] = str(engines_dir(home))
-    if configured is not None and configured.rstrip("/").replace("localhost", HOST) != served:
-        os.environ["PREFECT_API_URL"] = configured
-        return configured
+    if own is not None and own.rstrip("/").replace("localhost", HOST) != url:
+        os.environ[API_URL] = own
+        return own
     # As `infini serve` sets them for its own.
     os.environ.update(prefect_environment(config) | access.prefect_client())
-    if page := served_mlflow(config):
-        os.environ[PAGE] = page
-    if served is not None:
-        os.environ.update(own_server(served.removesuffix("/api")))
-    return served
+    if url is not None:
+        os.environ.update(own_server(url.removesuffix("/api")) | {PAGE: addresses["mlflow_url"]})
+    return url
 
 
 @contextlib.contextmanager
@@ -153,10 +136,10 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
     Yields a function that blocks until the server answers, so that the caller can import Prefect
     while the server starts. Enter before Prefect is imported: it reads the environment once.
     """
-    configured = configured_url()
+    own = configured(API_URL)
     url = use_server(config)
-    if configured:
-        _check_answers(configured)
+    if own:
+        _check_answers(own)
     if url:
         yield lambda: None
         return

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from flows.serving.access import OPEN_ACCESS, Access, choose_access, secret_file
-from flows.serving.connection import served_url
+from flows.serving.connection import served
 from flows.serving.database import check_database
 from flows.serving.engine import ENGINES, engines_dir, running_engines, serve_lock
 from flows.serving.servers import (
@@ -82,7 +82,7 @@ def serve(
     home = make_folder(prefect_dir(config))
     with lock(serve_lock(home), wait=False) as free:
         if not free:
-            url = served_url(config)
+            url = served(config).get("api_url")
             raise UserError(
                 f"run.output_dir: infini serve is already running for {config.run.output_dir}"
                 + (f" at {url}" if url else "")

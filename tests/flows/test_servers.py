@@ -106,7 +106,8 @@ def test_infini_serve_finds_any_command_that_was_killed_and_tells_only_its_clien
     config = load_config(overrides=[f"run.output_dir={tmp_path}"])
     home = prefect_dir(config)
     secret = create_access(home).auth_string
-    write_json(home / "serve.json", {"api_url": "http://127.0.0.1:4200/api"})
+    addresses = {"api_url": "http://127.0.0.1:4200/api", "mlflow_url": "http://127.0.0.1:5000"}
+    write_json(home / "serve.json", addresses)
     with lock(home / "serve.lock"):
         assert connection.use_server(config) == os.environ["PREFECT_API_URL"] == address
     is_its_client = address.startswith("http://127.0.0.1")
@@ -119,7 +120,8 @@ def test_a_prefect_profile_names_server_and_password(tmp_path: Path, alone: Envi
         'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "http://prefect.example/api"\n'
         'PREFECT_API_AUTH_STRING = "user:pass"\n'
     )
-    asked = "from flows.serving.connection import *; print(configured_url(), configured_auth())"
+    shown = "configured(API_URL), configured(AUTH_STRING)"
+    asked = f"from flows.serving.connection import *; print({shown})"
     done = run([sys.executable, "-c", asked], alone | {"PREFECT_HOME": str(tmp_path)})
     assert done.stdout == "http://prefect.example/api user:pass\n", done.stderr
 

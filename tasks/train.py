@@ -68,7 +68,7 @@ def newest_step(run_dir: Path) -> str:
     newest = read_newest(run_dir, "step", "train/loss", "train/tokens_per_second")
     if "train/loss" not in newest:
         return ""
-    loss, speed = newest["train/loss"], newest["train/tokens_per_second"]
+    loss, speed = newest["train/loss"], newest.get("train/tokens_per_second", 0.0)
     step = f"step {newest['step']:,.0f} of {read_run(run_dir).max_steps:,}"
     return f"{step} · loss {loss:.4f} · {speed:,.0f} tokens/s"
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import typer
 from rich.filesize import decimal
 
-from infini_model.cleaning import Scope, delete_garbage, find_garbage, retire_garbage, usage
+from infini_model.cleaning import remove_garbage
 from infini_model.config import Config
 from infini_model.config.locations import is_url
 from infini_model.data.lookup import resolve_dataset, stored_dataset
@@ -94,29 +94,21 @@ def _bar(title: str) -> Iterator[OnProgress]:
 
 
 def clean(config: Config, keep: int, *, dry_run: bool) -> None:
-    """Print what nothing refers to, then remove it unless `dry_run`, and print what that freed.
+    """Remove what nothing refers to, or only find it, and print it and its size.
 
     Raises `UserError` if something cannot be removed, once all the rest is.
     """
     run = config.run
-    scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep)
     if run.datasets_store is not None:
         typer.echo(f"note: only the copies on this machine are cleaned, not {run.datasets_store}")
-    found = find_garbage(scope) if dry_run else retire_garbage(scope)
+    found = remove_garbage(run.output_dir, run.datasets_dir, keep, only=None, dry_run=dry_run)
     for path, kind in found.kinds.items():
         if kind in ("dataset", "checkpoint"):
             typer.echo(path)
-    if found.kinds:
-        counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
-        size = usage(found.kinds if dry_run else found.retired)
-        typer.echo(f"To remove: {counts}: {decimal(size)}")
-    elif not found.failures:
-        typer.echo(f"{scope.output_dir}: nothing to remove")
-    if found.kinds and dry_run:
-        typer.echo("Nothing was removed (--dry-run)")
-    elif found.kinds:
-        typer.echo(f"Freed {decimal(delete_garbage(found))}")
-    for problem in [*found.notes, *found.failures]:
+    counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
+    done = "To remove" if dry_run else "Removed"
+    typer.echo(f"{done}: {counts}: {decimal(found.bytes)}" if counts else "Nothing to remove")
+    for problem in found.problems:
         typer.echo(problem, err=True)
-    if found.failures:
-        raise UserError(f"{counted(len(found.failures), 'file')} or folders could not be removed")
+    if found.problems:
+        raise UserError(f"{counted(len(found.problems), 'folder')} could not be removed")

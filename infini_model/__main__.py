@@ -107,16 +107,13 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.cleaning import Scope, delete_garbage, retire_garbage
+    from infini_model.cleaning import remove_garbage
 
     run, keep = config.run, config.data.keep
     if keep is None:
         raise UserError("data.keep: is null, so nothing is to be removed")
-    scope = Scope(run.output_dir.resolve(), run.datasets_dir.resolve(), keep, config.data.name)
-    removed = retire_garbage(scope)
-    freed = delete_garbage(removed)
-    problems = [*removed.notes, *removed.failures]
-    return {"bytes": freed, "counts": removed.counts, "problems": problems}
+    removed = remove_garbage(run.output_dir, run.datasets_dir, keep, only=config.data.name)
+    return {"bytes": removed.bytes, "counts": removed.counts, "problems": removed.problems}
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -326,10 +326,3 @@ def register_use(folder: Path) -> None:
         if (folder.parent / ".locks").exists():
             held.enter_context(removals(folder.parent))
         os.utime(folder / storage.MANIFEST)
-
-
-def read_builds(datasets_dir: Path) -> Iterator[tuple[Path, Build]]:
-    """The dataset folders whose builds were registered, which need not exist, and the builds."""
-    for path in sorted((datasets_dir / ".builds").glob("*.json")):
-        with contextlib.suppress(DataError):
-            yield datasets_dir / path.stem, read_record(path, Build)

@@ -212,7 +212,7 @@ def _find(folder: Path, facts: FactCache) -> Screened | None:
     """A partition that is screened and intact; it counts as used now, so that it is kept."""
     try:
         record = read_record(folder / RECORD, Screened)
-        os.utime(folder)
+        os.utime(folder / RECORD)
         (file,) = fingerprint(local_files([str(folder / KEPT)], facts), facts)
     except (FileNotFoundError, DataError):
         return None

@@ -12,17 +12,20 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from infini_model import cleaning
 from infini_model.__main__ import STAGES
-from infini_model.cleaning import Scope, delete_garbage, find_garbage, retire_garbage, usage
+from infini_model.cleaning import remove_garbage
 from infini_model.config import load_config
 from infini_model.data.datasets import build_file, build_lock, register_use
 from infini_model.data.manifest import read_manifest
 from infini_model.data.verify import examine_dataset
 from infini_model.runtime import storage
 from infini_model.runtime.claims import claim_run
+from infini_model.runtime.errors import DataError
 from infini_model.runtime.runs import record_evaluation
 
 DAY = 86_400.0
@@ -49,6 +52,12 @@ def age(folder, seconds):
     then = time.time() - seconds
     for path in (folder / "manifest.json", build_file(folder)):
         os.utime(path, (then, then))
+
+
+def age_files(folder):
+    """Make all files look as if they had been written two days before."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        os.utime(path, (0, path.stat().st_mtime - 2 * DAY))
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +87,20 @@ def folders(output):
     return sorted(datasets(output), key=lambda path: (path / "manifest.json").stat().st_mtime)
 
 
-def clean_up(output, later=2 * DAY, **fields):
-    """By default nothing is recent any more."""
-    cleaned = retire_garbage(scope_of(output, later, **fields))
-    delete_garbage(cleaned)
-    return cleaned
+@pytest.fixture(autouse=True)
+def later(monkeypatch):
+    """Set how many seconds later the cleanings are; by default nothing is recent any more."""
+
+    def wait(seconds):
+        clock = SimpleNamespace(time=lambda: time.time() + seconds)
+        monkeypatch.setattr(cleaning, "time", clock)
+
+    wait(2 * DAY)
+    return wait
 
 
-def scope_of(output, later=2 * DAY, **fields):
-    return Scope(output, output / "datasets", now=time.time() + later, **fields)
+def clean_up(output, keep=2, only=None, **options):
+    return remove_garbage(output, output / "datasets", keep, only=only, **options)
 
 
 def datasets(output):
@@ -121,40 +135,41 @@ def assert_left(output, *folders):
     assert datasets(output) == {*folders}
     assert partitions(output) == listed(*folders)
     assert_intact(*folders)
-    assert not list(output.rglob(".tmp-*"))
+    assert not any(map(Path.is_file, output.rglob(".tmp-*/**/*")))
 
 
 def test_the_newest_stay_and_what_is_freed_is_what_du_says(made, output, folders):
     old, middle, new = folders
     assert listed(old) & listed(middle)
-    scope = scope_of(output)
     before, held = state(output), du(output)
-    found = find_garbage(scope)
+    found = clean_up(output, dry_run=True)
     assert state(output) == before
-    expected = usage(found.kinds)
-    cleaned = retire_garbage(scope)
-    assert usage(cleaned.retired) == expected
-    assert delete_garbage(cleaned) == held - du(output) == expected > 9e5
-    assert (cleaned.kinds, cleaned.failures, cleaned.notes) == (found.kinds, [], [])
+    cleaned = clean_up(output)
+    assert cleaned == found
+    assert found.problems == []
+    assert set(found.counts) == {"dataset", "partition"}
+    # Folders have blocks, too.
+    assert found.bytes == pytest.approx(held - du(output), rel=0.1)
+    assert found.bytes > 9e5
     assert_left(output, middle, new)
-    assert find_garbage(scope).kinds == {}
+    assert clean_up(output).kinds == {}
     assert preprocess(output, made[1]) == new
 
 
-def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders, tmp_path):
+def test_each_name_keeps_its_own_and_what_was_used_lately_stays(output, folders, tmp_path, later):
     others = []
     for name in ("one", "two"):
         write_text(tmp_path / "others", name, 9)
         others.append(preprocess(output, tmp_path / "others", name="other"))
         age(others[-1], 60.0 * (2 - len(others)))
-    found = find_garbage(scope_of(output, keep=1, only="other")).kinds
+    found = clean_up(output, keep=1, only="other", dry_run=True).kinds
     assert [path for path, kind in found.items() if kind == "dataset"] == others[:1]
-    for folder in (*folders, *others):
-        age(folder, 2 * DAY)
-    register_use(folders[0])
-    register_use(folders[2])
-    clean_up(output, later=0, keep=1)
-    assert datasets(output) == {folders[0], folders[2], others[1]}  # The last made is `latest`.
+    later(0)
+    age_files(output)
+    for folder in (folders[0], folders[2], others[1]):
+        register_use(folder)
+    clean_up(output, keep=1)
+    assert_left(output, folders[0], folders[2], others[1])
 
 
 def run_on(output, dataset, name, *, finish=False):
@@ -167,110 +182,92 @@ def run_on(output, dataset, name, *, finish=False):
         return run_dir
 
 
-def test_what_a_run_refers_to_stays_with_its_partitions(output, folders):
+def test_what_a_run_refers_to_stays_with_its_partitions(output, folders, later):
     first, second, last = folders
     run_on(output, first, "finished", finish=True)
     interrupted = run_on(output, second, "interrupted")
-    clean_up(output, 30 * DAY, keep=1)
+    later(30 * DAY)
+    clean_up(output, keep=1)
     assert_left(output, *folders)
-    whole = (interrupted / "run.json").read_text()
-    (interrupted / "run.json").write_text("{")
-    # A run that cannot be read may refer to anything.
-    assert "no data is removed" in clean_up(output, 30 * DAY, keep=1).notes[0]
-    assert datasets(output) == {*folders}
-    (interrupted / "run.json").write_text(whole)
     shutil.rmtree(interrupted)
-    clean_up(output, 30 * DAY, keep=1)
+    clean_up(output, keep=1)
     assert_left(output, first, last)
 
 
-def test_while_something_is_damaged_no_data_is_removed_since_it_may_refer_to_any_of_it(output):
-    place = output / "datasets"
-    refers = [*place.glob("[!l]*/manifest.json"), *place.glob(".listings/*.json")]
-    assert len(refers) == 6
+def test_while_something_is_damaged_that_may_refer_to_data_nothing_is_removed(output, folders):
+    place, run_dir = output / "datasets", run_on(output, folders[0], "run")
+    manifests = [folder / "manifest.json" for folder in folders[1:]]
+    refers = [*manifests, *place.glob(".[bl]*/*.json"), run_dir / "run.json"]
+    assert len(refers) == 9
     for path in refers:
         whole = path.read_bytes()
         path.write_text("{")
-        cleaned = clean_up(output, 30 * DAY, keep=1)
-        [told] = cleaned.notes
-        assert told.startswith(f"{path}: is damaged")
-        assert told.endswith("; no data is removed, since it may refer to any of it")
-        assert cleaned.kinds == {}
+        with pytest.raises(DataError, match=f"^{path}: is damaged"):
+            clean_up(output)
+        assert datasets(output) == {*folders}
         path.write_bytes(whole)
 
 
-def test_folders_of_strangers_stay(output):
+def test_what_strangers_have_put_there_stays(output, folders, later):
     place = output / "datasets"
     (place / "mine").mkdir()
     (place / "mine" / "manifest.json").write_text("{}")
     (place / "notes.txt").write_text("not to be lost")
+    (output / "raw" / "notes.txt").write_text("not to be lost")
+    (output / "raw" / "linked").symlink_to(place / "mine")
     before = state(output)
-    assert clean_up(output, 59 * DAY, keep=9).counts == {}
-    assert before.items() <= state(output).items()
+    later(59 * DAY)
+    assert clean_up(output, keep=9).counts == {}
+    assert state(output) == before
 
 
-def test_an_interrupted_build_keeps_its_partitions_for_a_week(output, folders):
+def test_an_interrupted_build_keeps_its_partitions_for_a_week(output, folders, later):
     whole, its_own = partitions(output), listed(folders[2])
     for folder in folders:
         shutil.rmtree(folder)
-    clean_up(output, 6 * DAY)
+    later(6 * DAY)
+    clean_up(output)
     assert partitions(output) == whole
+    later(30 * DAY)
     with storage.lock(build_lock(folders[2])):  # Somebody works on it again.
-        clean_up(output, 30 * DAY)
+        clean_up(output)
     assert partitions(output) == its_own
-    clean_up(output, 8 * DAY)
+    clean_up(output)
     assert partitions(output) == set()
-    assert not list((output / "datasets" / ".builds").glob("*"))
+    assert not [*(output / "datasets").glob(".[bl]*/*.json")]
 
 
-def test_downloads_stay_with_the_datasets_made_from_them(tmp_path):
-    output, built = tmp_path / "output", []
-    its_raw, new_raw, loose = (output / "raw" / (name * 32) for name in "abc")
-    for raw in (its_raw, new_raw):
-        write_text(raw, raw.name, 9)
-        built.append(preprocess(output, raw))
-    age(built[0], 60)
-    loose.mkdir()
-    (loose / "1.txt.partial").write_text("half")
-    clean_up(output)
-    with storage.lock(output / "raw" / ".lock", shared=True):  # A download is under way.
-        cleaned = clean_up(output, 8 * DAY)
-    assert "is in use" in cleaned.notes[0]
-    assert its_raw.exists()
-    clean_up(output, keep=1)
-    assert not its_raw.exists()
-    assert loose.exists()
-    assert len([*(output / "datasets" / ".listings").iterdir()]) == 1
-    clean_up(output, 8 * DAY, keep=1)
-    assert not loose.exists()
-    assert new_raw.exists()
-
-
-def test_screened_texts_stay_with_the_datasets_made_from_them(tmp_path):
+def test_downloads_and_screened_texts_stay_with_the_datasets_made_from_them(tmp_path, later):
     output = tmp_path / "output"
-    folders = [output / "datasets" / ".screened" / (name * 32) for name in "abc"]
-    for folder in folders:
-        write_text(folder, folder.name, 9)
-    first, _ = [preprocess(output, folder) for folder in folders[:2]]
-    age(first, 60)
-    clean_up(output, 8 * DAY)
-    assert [folder.exists() for folder in folders] == [True, True, False]
-    clean_up(output, keep=1)
-    assert [folder.exists() for folder in folders] == [False, True, False]
+    for name, place in {"raw": output / "raw", "not": output / "datasets/.screened"}.items():
+        its_own, new, _ = folders = [place / (letter * 32) for letter in "abc"]
+        for folder in folders:
+            write_text(folder, folder.name, 9)
+        age(preprocess(output, its_own, name=name), 60)
+        preprocess(output, new, name=name)
+        later(6 * DAY)
+        clean_up(output, keep=1)
+        assert all(folder.exists() for folder in folders)
+        later(8 * DAY)
+        if name == "raw":
+            with storage.lock(place / ".lock", shared=True):  # A download is under way.
+                clean_up(output, keep=1)
+            assert its_own.exists()
+        clean_up(output, keep=1)
+        assert [folder.exists() for folder in folders] == [False, True, False]
 
 
-def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, folders):
-    dead = output / "datasets" / f".tmp-{folders[2].name}-abc"
-    young = output / "datasets" / ".listings" / ".tmp-corpus.json-abc"
-    dead.mkdir()
-    young.touch()
+def test_leftovers_of_killed_processes_go_but_those_of_living_ones_stay(output, folders, later):
+    leftover = output / "datasets" / f".tmp-{folders[2].name}-abc"
+    leftover.mkdir()
     with storage.lock(build_lock(folders[2])):
-        clean_up(output, later=0)
-    assert dead.exists()
-    clean_up(output, later=0)
-    assert [dead.exists(), young.exists()] == [False, True]
+        clean_up(output)
+    later(0)
     clean_up(output)
-    assert not young.exists()
+    assert leftover.exists()
+    later(2 * DAY)
+    clean_up(output)
+    assert not leftover.exists()
 
 
 def checkpoint(run_dir, step):
@@ -291,20 +288,17 @@ def test_only_finished_runs_lose_their_old_checkpoints(output, folders):
     (bad / "checkpoints" / "step-9" / "weights").write_bytes(b"damaged")
     (done / "checkpoints" / "damaged-step-8").mkdir()
     with storage.lock(done / ".lock"):
-        assert clean_up(output, keep=9).counts == {}
-    assert clean_up(output, keep=9, only="corpus").counts == {}
-    cleaned = clean_up(output, keep=9)
-    assert cleaned.counts == {"checkpoint": 3}
-    assert "the checkpoints before it are kept" in cleaned.notes[0]
+        assert clean_up(output, keep=9).counts == {"checkpoint": 1}
+    assert "checkpoint" not in clean_up(output, only="corpus").counts
+    assert clean_up(output, keep=9).counts == {"checkpoint": 3}
     left = [{p.name for p in (each / "checkpoints").glob("[!.]*")} for each in (done, bad, cut)]
-    # The best one stays besides the newest.
-    assert left == [{"step-5", "step-9"}, *[{f"step-{n}" for n in (3, 5, 7, 9)}] * 2]
+    # The best one stays besides the newest, and the newest that is intact.
+    assert left[:2] == [{"step-5", "step-9"}, {"step-5", "step-7", "step-9"}]
+    assert left[2] == {f"step-{n}" for n in (3, 5, 7, 9)}
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monkeypatch):
-    middle, new = folders[1:]
-    leftover = output / "datasets" / ".listings" / ".tmp-theirs-abc"
-    leftover.write_bytes(bytes(9000))
+    old, middle, new = folders
 
     def refusing(plain, kept):
         def refuse(path, *others, **where):
@@ -314,15 +308,13 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(output, folders, monk
 
         return refuse
 
-    before = du(output)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refusing(os.rename, f"datasets/{middle.name}"))
-        patch.setattr(os, "unlink", refusing(os.unlink, str(leftover)))
-        cleaned = retire_garbage(scope_of(output, keep=1))
-        freed = delete_garbage(cleaned)
-    for path in (middle, leftover):
-        assert f"{path}: cannot be removed: Permission denied" in cleaned.failures
-    assert freed == before - du(output) > 0
+        patch.setattr(os, "rmdir", refusing(os.rmdir, f".tmp-{old.name}"))
+        problems = clean_up(output, keep=1).problems
+    assert problems[0] == f"{middle}: cannot be removed: Permission denied"
+    assert problems[1].startswith(f"{old.parent}/.tmp-{old.name}-")
+    assert len(problems) == 2
     assert datasets(output) == {middle, new}
     assert_intact(middle, new)
     clean_up(output, keep=1)
@@ -354,8 +346,10 @@ def killed_in_cleaning(output, moment):
         os._exit(1)
 
 
-def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, folders, tmp_path):
+def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, folders, tmp_path, later):
     copy, killed = tmp_path / "copy", []
+    later(0)
+    age_files(output)
     for moment in itertools.chain(range(12), range(12, 60, 6)):
         shutil.rmtree(copy, ignore_errors=True)
         subprocess.run(["cp", "-a", output, copy], check=True)
@@ -366,21 +360,6 @@ def test_a_cleaning_killed_at_any_moment_is_finished_by_the_next(output, folders
         if not killed[-1]:
             break
     assert sum(killed) > 15
-
-
-def test_what_another_cleaning_removes_meanwhile_is_passed_over(output, folders, monkeypatch):
-    read, (first, *others) = json.loads, sorted(folders)
-
-    def remove_and_read(text, **options):
-        shutil.rmtree(first, ignore_errors=True)
-        build_file(first).unlink(missing_ok=True)
-        return read(text, **options)
-
-    monkeypatch.setattr(json, "loads", remove_and_read)
-    found = find_garbage(scope_of(output, keep=2))
-    assert found.notes == []
-    assert found.counts.keys() == {"partition"}
-    assert not {path.name for path in found.kinds} & listed(*others)
 
 
 BUILDING = """
@@ -401,34 +380,34 @@ for number in itertools.count():
 """
 
 
-class Hurried(Scope):
-    """To whom all looks old, but for files that somebody writes at this moment under no lock."""
-
-    def is_older(self, path, seconds):
-        return not path.name.startswith(storage.TEMPORARY) and super().is_older(path, seconds)
-
-
-def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path):
+def test_builds_and_cleanings_at_once_do_each_other_no_harm(tmp_path, later, monkeypatch):
     """Two cleanings, too. Nothing is protected by its age, only by records and locks."""
     output, source = tmp_path / "output", tmp_path / "texts"
     enough = tmp_path / "enough"
     for number in range(3):
         write_text(source, number)
+    is_older = cleaning._is_older
+
+    def hurried(path, seconds):
+        # All looks old, but for what somebody writes at this moment under no lock.
+        return not path.name.startswith(storage.TEMPORARY) and is_older(path, seconds)
+
+    monkeypatch.setattr(cleaning, "_is_older", hurried)
+    later(30 * DAY)
     command = [sys.executable, "-c", BUILDING, output, source, enough]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as builder:
         removed = 0
 
         def clean_now(_):
-            scope = Hurried(output, output / "datasets", keep=1, now=time.time() + 30 * DAY)
-            cleaned = retire_garbage(scope)
-            delete_garbage(cleaned)
-            assert cleaned.failures == []
+            cleaned = clean_up(output, keep=1)
+            assert cleaned.problems == []
             return cleaned.counts.get("partition", 0)
 
         try:
             with ThreadPoolExecutor(2) as pool:
                 while builder.poll() is None:
                     removed += sum(pool.map(clean_now, range(2)))
+                    time.sleep(0.05)  # for the builder to get its locks
                     if removed > 3:
                         enough.touch()
         finally:

@@ -31,7 +31,6 @@ from prefect.states import Failed
 from serving import Server
 
 from infini_model.config import ModelConfig, load_config
-from infini_model.data.datasets import build_file
 from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime import processes
@@ -135,10 +134,10 @@ def test_preprocess_cleans_up_and_a_cleaning_that_takes_too_long_is_a_warning(
     texts = write_texts(tmp_path / "texts", 12)
     settings = write_settings(tmp_path / "settings.yaml", tiny(texts, output))
     first = dataset_of(settings)
+    for path in filter(Path.is_file, output.rglob("*")):
+        os.utime(path, (0, 0))
     write_texts(texts, 13)
     dataset_of(settings)
-    for path in (first / "manifest.json", build_file(first)):
-        os.utime(path, (0, 0))
     # Python reads it at its start: a cleaning never gets to its end.
     hang = "import signal, sys\nif 'clean' in sys.orig_argv:\n    signal.pause()\n"
     (tmp_path / "sitecustomize.py").write_text(hang)

@@ -77,23 +77,15 @@ class Linear(Rule):
             features = feature_map(keys)
             added, added_norm = features.mT @ values.to(features.dtype), features.sum(3)
             norm = exclusive_scan(added_norm, first.norm, starts)
-            kv = cls._kv_states(features, added, (norm[:, :-1], added_norm), first.kv, starts)
-        return Memory(kv, norm)
+            kept = cls._kept(features, norm[:, :-1], added_norm)
+            if kept is None:
+                return Memory(exclusive_scan(added, first.kv, starts), norm)
+            return Memory(_multiplied_states(kept, added, first.kv, starts), norm)
 
-    @classmethod
-    def _kv_states(
-        cls,
-        features: Tensor,  # noqa: ARG003 - for the delta rule
-        added: Tensor,
-        norms: tuple[Tensor, Tensor],  # noqa: ARG003
-        first: Tensor,
-        starts: Tensor | None,
-    ) -> Tensor:
-        """M before each segment and after the last.
-
-        `norms` are z before each segment, and what each adds to it.
-        """
-        return cast("Tensor", exclusive_scan(added, first, starts))
+    @staticmethod
+    def _kept(features: Tensor, norm: Tensor, added: Tensor) -> Tensor | None:  # noqa: ARG004
+        """What each segment multiplies M by, [B, N, H_kv, D, D]; `added` is to z. None is 1."""
+        return None
 
     @staticmethod
     def read(q: Tensor, local: Tensor, read_weight: Tensor, memory: Memory) -> Tensor:
@@ -122,23 +114,21 @@ class Delta(Linear):
 
     activations, states_kept = 7, 7
 
-    @classmethod
-    def _kv_states(
-        cls,
-        features: Tensor,
-        added: Tensor,
-        norms: tuple[Tensor, Tensor],
-        first: Tensor,
-        starts: Tensor | None,
-    ) -> Tensor:
-        mass = (features @ torch.stack(norms, dim=-1)).amax(dim=-1, keepdim=True)
+    @staticmethod
+    def _kept(features: Tensor, norm: Tensor, added: Tensor) -> Tensor:
+        mass = (features @ torch.stack((norm, added), dim=-1)).amax(dim=-1, keepdim=True)
         nonempty = mass > EMPTY_MASS
         shares = torch.where(nonempty, features / torch.where(nonempty, mass, 1.0), 0.0)
         identity = torch.eye(features.size(-1), dtype=features.dtype, device=features.device)
-        kept, states = identity - features.mT @ shares, [first]
-        for segment in range(features.size(1) + 1):
-            if segment:
-                states.append(kept[:, segment - 1] @ states[-1] + added[:, segment - 1])
-            if starts is not None:
-                states[-1] = states[-1].masked_fill(starts[:, segment, None, None, None], 0.0)
-        return torch.stack(states, 1)
+        return identity - features.mT @ shares
+
+
+def _multiplied_states(kept: Tensor, added: Tensor, first: Tensor, starts: Tensor | None) -> Tensor:
+    """As `exclusive_scan`, for factors that are matrices."""
+    states = [first]
+    for segment in range(added.size(1) + 1):
+        if segment:
+            states.append(kept[:, segment - 1] @ states[-1] + added[:, segment - 1])
+        if starts is not None:
+            states[-1] = states[-1].masked_fill(starts[:, segment, None, None, None], 0.0)
+    return torch.stack(states, 1)

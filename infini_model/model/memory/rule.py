@@ -211,19 +211,10 @@ class Rule(nn.Module):
         state: RuleState,
         update: CacheUpdate,
     ) -> tuple[Tensor, RuleState]:
-        """As `forward`, for a chunk that lies in the open segment of each row.
+        """As `forward`, for a chunk that goes where `update` says in the open segment of each row.
 
-        Args:
-            x: [B, T, hidden].
-            q: [B, H, T, D].
-            k: [B, H_kv, T, D].
-            values: All of the open segment, the chunk's among them, [B, H_kv, L + 1, D].
-            local: [B, H, T, D].
-            state: State before the chunk.
-            update: Where its tokens go.
-
-        Returns:
-            [B, H, T, D], and the state after the chunk.
+        `local` and what is returned are [B, H, T, D], `values` all of the segment, the chunk's
+        among them, [B, H_kv, L + 1, D].
         """
         starts, length, last_query = update.starts[:, None, None], self.segment_length, None
         last_key = torch.where(starts, k[:, :, 0], state.last_key.to(k.dtype))
@@ -236,19 +227,17 @@ class Rule(nn.Module):
         if new_gates is not None and gates is not None:
             gates = update.write(gates, new_gates)
         out, memory = self.read(queries, local, self.read_weight, state.memory), state.memory
-        if update.completes is not None:
-            completes = update.completes
+        if (completes := update.completes) is not None:
 
-            def chosen(new: Tensor, old: Tensor) -> Tensor:
-                return torch.where(completes.view(-1, *[1] * (old.dim() - 1)), new, old)
+            def of_segment(x: Tensor) -> Tensor:
+                return x[:, :, :length].unsqueeze(1)
 
-            written = self.write(
-                memory,
-                keys[:, :, :length],
-                values[:, :, :length],
-                None if gates is None else gates[:, :, :length],
-            )
-            memory = written.map(chosen, memory)
+            def chosen(states: Tensor, old: Tensor) -> Tensor:
+                return torch.where(completes.view(-1, *[1] * (old.dim() - 1)), states[:, 1], old)
+
+            new_gates = None if gates is None else of_segment(gates)
+            states = self.states(of_segment(keys), of_segment(values), new_gates, memory, None)
+            memory = states.map(chosen, memory)
         if last_query is not None:
             last_query = update.newest(q, last_query)
         return out, RuleState(memory, keys, gates, update.newest(k, last_key), last_query)
@@ -312,13 +301,6 @@ class Rule(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def write(cls, memory: Memory, keys: Tensor, values: Tensor, gates: Tensor | None) -> Memory:
-        """The memory after one more segment of keys and values [B, H_kv, L, D]."""
-        gates = None if gates is None else gates.unsqueeze(1)
-        states = cls.states(keys.unsqueeze(1), values.unsqueeze(1), gates, memory, None)
-        return states.map(lambda x: x[:, 1])
-
-    @classmethod
     def over_segments(
         cls,
         q: Tensor,
@@ -332,22 +314,10 @@ class Rule(nn.Module):
         *,
         full: int,
     ) -> tuple[Tensor, Memory]:
-        """Read the memory before every segment, and write the first `full` segments to it.
+        """Read the memory before every segment, and write the first `full`, S or S − 1, to it.
 
-        Args:
-            q: Queries [n · B, H, T, D]; row i reads the memory of row i mod B.
-            local: The attention of the window, [n · B, S, H, L, D].
-            read_weight: The parameter that weighs what is read.
-            keys: [B, H_kv, T, D].
-            values: Of the shape of `keys`.
-            gates: [B, H_kv, T, 2], as in `states`.
-            first: The memory before segment 0.
-            starts: [B, S] bool, true where a segment starts a document; None is nowhere.
-            full: Number of segments that are written, S or S − 1.
-
-        Returns:
-            [n · B, S, H, L, D], and the memory after the last that is written (emptied, if another
-            follows that starts a document).
+        Shapes are those of `forward`; `first` is the memory before segment 0. The one returned is
+        after the last segment that is written (emptied, if another follows that starts a document).
         """
         rows = len(keys)
         if starts is not None:

@@ -95,9 +95,8 @@ def infini_attention(
     written = v if memory_values is None else memory_values
     reading = q if memory_queries is None else memory_queries
     window = Window(segment_length, window_segments, window_sinks, causal, backend)
-    _check_window(q, k, v, window, rope)
     own = (keys, written, reading, memory_gates)
-    _check_memory(q, k, read_weight, segment_length, memory, update, document_starts, *own)
+    _check(q, k, v, read_weight, window, rope, memory, update, document_starts, *own)
     rule, rows, tokens = RULES[update], keys.size(0), q.size(2)
     if memory is None:
         memory = rule.empty(rows, *k.shape[1::2], dtype=k.dtype, device=k.device)
@@ -113,48 +112,13 @@ def infini_attention(
     return out.transpose(1, 2).flatten(2, 3)[:, :, :tokens], after.map(Tensor.clone)
 
 
-def _expect(
-    name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
-) -> None:
-    """Raise unless `x` has `shape`, the device of `like`, and `dtype` if that matters."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
-    if x.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} as q, got {x.device}")
-    if dtype not in (None, x.dtype):
-        raise TypeError(f"{name}: expected dtype {dtype}, got {x.dtype}")
-
-
-def _check_window(q: Tensor, k: Tensor, v: Tensor, window: Window, rope: Rope | None) -> None:
-    """Raise on the first argument of the window that does not fit."""
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [B, heads, T, D], got {list(x.shape)}")
-    if not q.is_floating_point():
-        raise TypeError(f"q: expected a floating-point dtype, got {q.dtype}")
-    (batch, heads, tokens, head_dim), kv_heads = q.shape, k.size(1)
-    if tokens < 1:
-        raise ValueError("q: expected at least 1 token, got 0")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
-    for name, x in (("k", k), ("v", v)):
-        _expect(name, x, (batch, kv_heads, tokens, head_dim), q, q.dtype)
-    length, segments, sinks = window[:3]
-    if length < 1:
-        raise ValueError(f"segment_length: expected at least 1, got {length}")
-    if segments < 0:
-        raise ValueError(f"window_segments: expected at least 0, got {segments}")
-    if not 0 <= sinks <= length:
-        raise ValueError(f"window_sinks: expected 0 to segment_length {length}, got {sinks}")
-    for name, table in zip(("rope cos", "rope sin"), rope or (), strict=rope is not None):
-        _expect(name, table, (window.kept + length, head_dim), q)
-
-
-def _check_memory(
+def _check(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     read_weight: Tensor,
-    segment_length: int,
+    window: Window,
+    rope: Rope | None,
     memory: Memory | None,
     update: str,
     document_starts: Tensor | None,
@@ -163,31 +127,57 @@ def _check_memory(
     queries: Tensor,
     gates: Tensor | None,
 ) -> None:
-    """Raise on the first argument of the memory that does not fit `q`, `k` or another one."""
-    if update not in RULES:
-        raise ValueError(f"update: expected one of {', '.join(RULES)}, got {update!r}")
-    rows, (_, heads, tokens, head_dim) = len(keys), k.shape
-    if rows < 1 or len(q) % rows:
-        raise ValueError(
-            f"memory_keys: expected a number of rows that divides {len(q)}, got {rows}"
-        )
+    """Raise on the first argument of `infini_attention` that does not fit the others."""
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [B, heads, T, D], got {list(x.shape)}")
+    if not q.is_floating_point():
+        raise TypeError(f"q: expected a floating-point dtype, got {q.dtype}")
+    (batch, heads, tokens, width), kv_heads, rows = q.shape, k.size(1), len(keys)
+    length, segments, sinks = window[:3]
+    for fits, message in (
+        (tokens >= 1, "q: expected at least 1 token, got 0"),
+        (
+            kv_heads >= 1 and heads % kv_heads == 0,
+            f"k: expected a number of heads that divides q's {heads}, got {kv_heads}",
+        ),
+        (length >= 1, f"segment_length: expected at least 1, got {length}"),
+        (segments >= 0, f"window_segments: expected at least 0, got {segments}"),
+        (0 <= sinks <= length, f"window_sinks: expected 0 to segment_length {length}, got {sinks}"),
+        (update in RULES, f"update: expected one of {', '.join(RULES)}, got {update!r}"),
+    ):
+        if not fits:
+            raise ValueError(message)
     exact, rule = memory_dtype(q.dtype), RULES[update]
     if memory is not None and rule.is_normalised == (memory.norm is None):
         raise ValueError(f"memory: does not belong to update {update!r}")
     if gates is not None and not rule.is_gated:
         raise ValueError(f"memory_gates: not with update {update!r}")
-    kv, norm = (None, None) if memory is None else memory
-    written, features = (rows, heads, tokens, head_dim), head_dim * rule.features
+    (kv, norm), (cos, sin) = memory or (None, None), rope or (None, None)
+    own, table = (batch, kv_heads, tokens, width), (window.kept + length, width)
+    written, features = (rows, kv_heads, tokens, width), width * rule.features
     expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype | None]] = [
+        ("k", k, own, q.dtype),
+        ("v", v, own, q.dtype),
+        ("rope cos", cos, table, None),
+        ("rope sin", sin, table, None),
         ("memory_keys", keys, written, q.dtype),
         ("memory_values", values, written, q.dtype),
         ("memory_queries", queries, tuple(q.shape), q.dtype),
-        ("read_weight", read_weight, (q.size(1), head_dim)[: rule.read_weight_dims], None),
-        ("memory.kv", kv, (rows, heads, features, head_dim), exact),
-        ("memory.norm", norm, (rows, heads, head_dim), exact),
-        ("document_starts", document_starts, (rows, -(-tokens // segment_length)), torch.bool),
-        ("memory_gates", gates, (rows, heads, tokens, 2), exact),
+        ("read_weight", read_weight, (heads, width)[: rule.read_weight_dims], None),
+        ("memory.kv", kv, (rows, kv_heads, features, width), exact),
+        ("memory.norm", norm, (rows, kv_heads, width), exact),
+        ("document_starts", document_starts, (rows, -(-tokens // length)), torch.bool),
+        ("memory_gates", gates, (rows, kv_heads, tokens, 2), exact),
     ]
-    for name, x, shape, dtype in expected:
-        if x is not None:
-            _expect(name, x, shape, q, dtype)
+    for name, given, shape, dtype in expected:
+        if given is None:
+            continue
+        if tuple(given.shape) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
+        if given.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q, got {given.device}")
+        if dtype not in (None, given.dtype):
+            raise TypeError(f"{name}: expected dtype {dtype}, got {given.dtype}")
+    if rows < 1 or batch % rows:
+        raise ValueError(f"memory_keys: expected a number of rows that divides {batch}, got {rows}")

@@ -23,8 +23,9 @@ from infini_model.model.hf.config import read_config
 from infini_model.model.hf.weights import (
     checked_tensors,
     read_tensors,
+    refuse_other_files,
     with_own_output,
-    write_checkpoint,
+    write_files,
 )
 from infini_model.model.layers import Attention, Decoder, Part
 from infini_model.model.lora import add_lora, initial_adapters, is_adapter, merged_tensors
@@ -33,6 +34,7 @@ from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.model.precision import PRECISIONS
 from infini_model.model.state import LayerState, State
 from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.storage import atomic_folder
 
 
 class ModelOutput(NamedTuple):
@@ -390,7 +392,9 @@ class InfiniLlama(nn.Module):
             CheckpointError: `folder` holds other files, which would be lost.
             UserError: The folder cannot be written.
         """
-        write_checkpoint(Path(folder), self.config, self.whole_tensors())
+        refuse_other_files(Path(folder))
+        with atomic_folder(Path(folder)) as temporary:
+            write_files(temporary, self.config, self.whole_tensors())
 
     def whole_tensors(self) -> Mapping[str, Tensor]:
         """The parameters by name; with LoRA those of the merged model, in 16 bits."""

@@ -205,11 +205,6 @@ def model_type(config: ModelConfig) -> str:
     return "llada" if config.bidirectional else "llama"
 
 
-def read_model_type(folder: Path) -> object:
-    """The kind of model that the config.json of a folder says it is. Raises `CheckpointError`."""
-    return read_json(folder / CONFIG).get("model_type")
-
-
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:
     """The contents of config.json for a model whose weights have `dtype`."""
     kind = model_type(config)

@@ -30,13 +30,14 @@ from infini_model.model.hf.config import (
     model_type,
     read_config,
     read_json,
-    read_model_type,
 )
 from infini_model.model.memory import MEMORY_PARAMETERS, RULES, file_name
 from infini_model.model.memory.rule import SHIFTS
 from infini_model.runtime.errors import CheckpointError
-from infini_model.runtime.storage import atomic_folder, dump_json
+from infini_model.runtime.storage import dump_json
 
+# The largest file of weights: more tensors are written as shards with an index.
+SHARD_BYTES = 5 * 10**9
 MEMORY_TENSORS = tuple(f"self_attn.{name}" for name in MEMORY_PARAMETERS)
 _OUTPUT = "lm_head.weight"
 # Tensors with a row for each token.
@@ -150,7 +151,8 @@ def checked_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
             shape, or a file is cut off.
     """
     config, files, found = read_config(folder, {}), weight_files(folder), dict[str, Tensor]()
-    names = {_stored_name(name, read_model_type(folder)): name for name in shapes}
+    kind = read_json(folder / CONFIG).get("model_type")
+    names = {_stored_name(name, kind): name for name in shapes}
     expected = {stored: shapes[name] for stored, name in names.items()}
     for stored, name in names.items():
         if name in _VOCABULARY and config.vocab_size is not None:
@@ -205,7 +207,8 @@ def with_own_output(folder: Path, config: ModelConfig) -> ModelConfig:
     """
     if not config.tie_word_embeddings:
         return config
-    names = [_stored_name(name, read_model_type(folder)) for name in _VOCABULARY]
+    kind = read_json(folder / CONFIG).get("model_type")
+    names = [_stored_name(name, kind) for name in _VOCABULARY]
     found: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with _opened(path) as file:
@@ -231,41 +234,18 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat((tensor, mean.to(tensor.dtype).expand(missing, -1)))
 
 
-def write_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write a model's folder atomically, as `write_files`, over a checkpoint that is already there.
-
-    Raises `CheckpointError` if `folder` holds other files, which would be lost, `UserError` if it
-    cannot be written.
-    """
-    refuse_other_files(folder)
-    with atomic_folder(folder) as temporary:
-        write_files(temporary, config, tensors)
-
-
 def write_files(
-    folder: Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    tokens: TokenIds = NO_TOKENS,
-    *,
-    shard_bytes: int | str = "5GB",
+    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokens: TokenIds = NO_TOKENS
 ) -> None:
-    """Write the files of a Llama, of a LLaDA or of a model with a memory to a folder.
+    """Write the files of a Llama, of a LLaDA or of a model with a memory to a temporary folder.
 
-    Args:
-        folder: A temporary folder.
-        config: Shape of the model.
-        tensors: Parameters by name, on any device, without the output layer if it is tied.
-        tokens: What config.json says of the tokens.
-        shard_bytes: Size limit of a file; more tensors are written as shards with an index.
-
-    Raises:
-        OSError: The disk is full, or the folder cannot be written.
+    `tensors` are the parameters by name, on any device, without the output layer if it is tied.
+    Raises `OSError` if the disk is full, or the folder cannot be written.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     stored = {_stored_name(name, model_type(config)): each for name, each in tensors.items()}
-    shards = split_torch_state_dict_into_shards(stored, max_shard_size=shard_bytes)
+    shards = split_torch_state_dict_into_shards(stored, max_shard_size=SHARD_BYTES)
     for file, names in shards.filename_to_tensors.items():
         save_tensors({name: stored[name].contiguous() for name in names}, folder / file)
     if shards.is_sharded:

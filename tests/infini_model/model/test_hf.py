@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from infini_model.model.hf import weights
 from infini_model.model.hf.config import TokenIds, read_config
 from infini_model.model.hf.weights import write_files
 from infini_model.model.llama import InfiniLlama
@@ -196,10 +197,12 @@ def test_a_round_trip_through_transformers(tmp_path, changes, dropped):
     ],
     ids=["linear", "delta", "residual", "bidirectional"],
 )
-def test_a_round_trip_with_memory(tmp_path, caplog, changes):
+def test_a_round_trip_with_memory(tmp_path, caplog, monkeypatch, changes):
     model, folder = ours(segment_length=5, **changes), tmp_path / "model"
     folder.mkdir()
-    write_files(folder, model.config, model.whole_tensors(), shard_bytes=20_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "SHARD_BYTES", 20_000)
+        write_files(folder, model.config, model.whole_tensors())
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
     assert torch.equal(logits(InfiniLlama.from_pretrained(folder)), logits(model))
     model.save_pretrained(folder)  # replaces the shards

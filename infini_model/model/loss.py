@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from infini_model.model.precision import as_operand
 
-# Logits per chunk: 2^26 float32 are 256 MiB.
+# Logits per chunk, but at least one row: 2^26 float32 are 256 MiB.
 LOGITS_AT_ONCE = 1 << 26
 # Rows of a chunk come in multiples of this, for the tiles of the matrix products.
 TILE = 128
@@ -40,7 +40,6 @@ def fused_linear_cross_entropy(
     *,
     row_weights: Tensor | None = None,
     excluded: int | None = None,
-    logits_at_once: int | None = None,
 ) -> Tensor:
     """The weighted sum of the losses of all targets, with gradients for `hidden` and `weight`.
 
@@ -51,9 +50,6 @@ def fused_linear_cross_entropy(
         targets: [N] int64; -100 is ignored.
         row_weights: [N] float32, the factor of each loss; None is 1.
         excluded: A token that has no probability and is no target, such as a mask token.
-        logits_at_once: Size of the largest chunk of logits, but at least one row. None is 2^26 or,
-            with gradients, the size of `weight` if that is more: each chunk reads and writes the
-            gradient of the whole weight, which so costs little beside its products.
 
     Returns:
         [], float32 (float64 for float64); the gradients have the dtypes of `hidden` and `weight`.
@@ -62,12 +58,12 @@ def fused_linear_cross_entropy(
         RuntimeError, IndexError: A target is outside the vocabulary.
     """
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
-        at_once = logits_at_once or LOGITS_AT_ONCE
-        losses = token_losses(hidden, weight, targets, excluded=excluded, logits_at_once=at_once)
+        losses = token_losses(hidden, weight, targets, excluded=excluded)
         return losses.sum() if row_weights is None else losses @ row_weights.to(losses.dtype)
     dtype = functional.linear(hidden[:0], as_operand(weight[:0], hidden)).dtype
-    at_once = logits_at_once or max(LOGITS_AT_ONCE, weight.numel())
-    rows = _rows_at_once(len(hidden), len(weight), at_once)
+    # Each chunk reads and writes the gradient of the whole weight: as many logits as that has
+    # numbers, so that it costs little beside their products.
+    rows = _rows_at_once(len(hidden), len(weight), max(LOGITS_AT_ONCE, weight.numel()))
     if dtype == torch.float16:
         rows = min(rows, FP16_ROWS)
     inputs = hidden, weight, targets, row_weights, excluded, dtype, rows
@@ -76,18 +72,13 @@ def fused_linear_cross_entropy(
 
 
 def token_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    excluded: int | None = None,
-    logits_at_once: int = LOGITS_AT_ONCE,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, excluded: int | None = None
 ) -> Tensor:
     """The loss of each target, [N], 0 where ignored; as `fused_linear_cross_entropy`.
 
     Gradients flow to `hidden` and `weight`, but then autograd keeps the logits of all chunks.
     """
-    at_once = _rows_at_once(len(hidden), len(weight), logits_at_once)
+    at_once = _rows_at_once(len(hidden), len(weight), LOGITS_AT_ONCE)
     chunks = zip(torch.split(hidden, at_once), torch.split(targets, at_once), strict=True)
     exact, weight = _exact(hidden), as_operand(weight, hidden)
     losses = [

@@ -1,7 +1,5 @@
 """The chunked loss against PyTorch's cross entropy on the whole logits."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.nn import functional
@@ -36,15 +34,18 @@ def loss_and_gradients(function, hidden, weight, targets, factor=1.0):
     return loss, *torch.autograd.grad(loss * factor, (hidden, weight))
 
 
-def in_chunks(function, rows):
-    return partial(function, logits_at_once=rows * VOCABULARY)
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Makes the loss compute so many rows at once."""
+    return lambda rows: monkeypatch.setattr(module, "_rows_at_once", lambda *_: rows)
 
 
 @CHUNKS
 @pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_equals_the_loss_of_the_whole(rows_at_once, scale):
+def test_equals_the_loss_of_the_whole(in_chunks, rows_at_once, scale):
     """Also where logits differ so much that probabilities underflow, and for a scaled loss."""
-    chunked = in_chunks(fused_linear_cross_entropy, rows_at_once)
+    chunked = fused_linear_cross_entropy
+    in_chunks(rows_at_once)
     for masked in (False, True):
         given = inputs(masked=masked, scale=scale)
         ours, theirs = (loss_and_gradients(f, *given, factor=-0.37) for f in (chunked, whole))
@@ -52,21 +53,21 @@ def test_equals_the_loss_of_the_whole(rows_at_once, scale):
         hidden, weight, targets = given
         logits = functional.linear(hidden, weight)
         each = functional.cross_entropy(logits, targets, reduction="none")
-        by_token = in_chunks(token_losses, rows_at_once)(*given)
-        torch.testing.assert_close(by_token, each, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(token_losses(*given), each, rtol=1e-10, atol=1e-10)
     nothing = loss_and_gradients(chunked, hidden, weight, torch.full_like(targets, -100))
     assert not any(x.any() for x in nothing)
 
 
 @CHUNKS
 @AUTOCAST
-def test_bf16_under_autocast_and_as_dtype(rows_at_once, autocast):
+def test_bf16_under_autocast_and_as_dtype(in_chunks, rows_at_once, autocast):
     """At most twice as far from the exact gradients as the loss of the whole."""
+    in_chunks(rows_at_once)
     exact = inputs(rows=20 * ROWS)
     dtype = torch.float32 if autocast else torch.bfloat16
     given = [x.detach().to(dtype).requires_grad_() for x in exact[:2]] + [exact[2]]
     errors = []
-    for function in (in_chunks(fused_linear_cross_entropy, rows_at_once), whole):
+    for function in (fused_linear_cross_entropy, whole):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = function(*given)
         results = loss, *torch.autograd.grad(loss, given[:2])
@@ -97,14 +98,15 @@ def test_chunks_of_whole_tiles_equal_the_whole(monkeypatch, autocast):
     given = inputs(dtype, rows=2 * module.TILE + 9)
     results = []
     for rows in (module.TILE + 7, len(given[2])):
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", rows * VOCABULARY)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            results.append(loss_and_gradients(in_chunks(fused_linear_cross_entropy, rows), *given))
+            results.append(loss_and_gradients(fused_linear_cross_entropy, *given))
     bound = 1e-2 if autocast else 1e-10
     torch.testing.assert_close(*results, rtol=bound, atol=bound)
 
 
 @AUTOCAST
-def test_the_logits_are_never_held_whole(autocast):
+def test_the_logits_are_never_held_whole(monkeypatch, autocast):
     rows, vocabulary = 512, 997
     hidden = torch.randn(rows, WIDTH, requires_grad=True)
     weight = torch.randn(vocabulary, WIDTH, requires_grad=True)
@@ -116,14 +118,13 @@ def test_the_logits_are_never_held_whole(autocast):
         return x
 
     for rows_at_once in (rows, 16):
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", rows_at_once * vocabulary)
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
         ):
-            fused_linear_cross_entropy(
-                hidden, weight, targets, logits_at_once=rows_at_once * vocabulary
-            ).backward()
+            fused_linear_cross_entropy(hidden, weight, targets).backward()
         largest.append(max(event.self_cpu_memory_usage for event in profiler.events()))
     assert largest[0] == whole_bytes
     assert largest[1] < whole_bytes / 10

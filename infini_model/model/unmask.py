@@ -24,7 +24,6 @@ from infini_model.config import UnmaskingConfig
 from infini_model.model.generate import Sampling, read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.random import hashed, uniform
-from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
 
 DEFAULT = UnmaskingConfig()
@@ -56,15 +55,23 @@ def unmask(
     mask, length = _check(model, prompt), model.config.segment_length
     ends = torch.tensor(sampling.end_token_ids, dtype=torch.int64)
     device = model.lm_head.weight.device
-    state, known = _read(model, prompt)
-    new = sampling.max_new_tokens
-    if state is None:
+    state, known, new = None, [*prompt], sampling.max_new_tokens
+    if model.config.has_past:
+        full = len(prompt) // length * length
+        ids = torch.tensor([prompt[:full]], dtype=torch.int64)
+        _, state = read_prompts(model, ids, torch.tensor([full]))
+        known = known[full:]
+    else:
         new = min(new, length - len(known))
     left, step = new, 0
 
     def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens at the positions `masked` of a segment, and the confidence in each."""
-        logits = _logits(model, ids, masked, mask, state)
+        rows = ids.unsqueeze(0)
+        with torch.inference_mode(), model.precision.autocast(device):
+            hidden = model.hidden(rows) if state is None else model.extend(rows, state)[0]
+            logits: Tensor = model.lm_head(hidden[0, masked.to(device)]).float()
+            logits[:, mask] = -torch.inf  # the mask token has no probability
         drawn = uniform(hashed(sampling.seed, step, masked))
         tokens = sampling.draw(logits, drawn)
         probabilities = logits.double().softmax(dim=-1)
@@ -115,28 +122,6 @@ def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
     if outside:
         raise UserError(f"prompt: token {outside[0]} is outside the vocabulary of {vocabulary}")
     return mask
-
-
-def _read(model: InfiniLlama, prompt: Sequence[int]) -> tuple[State | None, list[int]]:
-    """The state after the full segments of the prompt, None without a memory, and what is left."""
-    if not model.config.has_past:
-        return None, [*prompt]
-    full = len(prompt) // model.config.segment_length * model.config.segment_length
-    ids = torch.tensor([prompt[:full]], dtype=torch.int64)
-    return read_prompts(model, ids, torch.tensor([full]))[1], [*prompt[full:]]
-
-
-@torch.inference_mode()
-def _logits(
-    model: InfiniLlama, ids: Tensor, masked: Tensor, mask: int, state: State | None
-) -> Tensor:
-    """Logits at the positions `masked`, [N, V] float32; the mask token has none."""
-    rows = ids.unsqueeze(0)
-    with model.precision.autocast(rows.device):
-        hidden = model.hidden(rows) if state is None else model.extend(rows, state)[0]
-        logits: Tensor = model.lm_head(hidden[0, masked.to(hidden.device)]).float()
-    logits[:, mask] = -torch.inf
-    return logits
 
 
 def _kept(tokens: Tensor, confidence: Tensor, masked: int, steps_left: int, ends: Tensor) -> Tensor:

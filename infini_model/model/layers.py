@@ -13,7 +13,7 @@ from infini_model.config import AttentionBackend, ModelConfig
 from infini_model.model.cache import CacheUpdate
 from infini_model.model.kernels.attention import local_attention
 from infini_model.model.kernels.compile import compile_in_training
-from infini_model.model.memory import make_rule
+from infini_model.model.memory import RULES
 from infini_model.model.precision import product_input
 from infini_model.model.rotary import Rope, rope_tables, rotate
 from infini_model.model.state import LayerState, State
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
         kv_width = config.key_value_heads * self.head_dim
-        self.memory = make_rule(config)
+        self.memory = None if config.memory == "none" else RULES[config.memory](config)
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
@@ -234,14 +234,14 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.gradient_checkpointing = False
 
-    def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
-        """Choose which halves of the layers training compiles; at first, none.
+    def compile_layers(self, *, attention: bool = True) -> None:
+        """Let training compile the feed-forward of the layers, and with `attention` the rest.
 
         They are compiled when they are first used; see `infini_model.model.kernels.compile`.
         """
         for module in self.modules():
             if isinstance(module, Mlp):
-                module.compiled = feed_forward
+                module.compiled = True
             elif isinstance(module, DecoderLayer):
                 module.compiled = attention
 

@@ -148,15 +148,13 @@ class Window(NamedTuple):
         """
         if sight is None or (earlier is None and q.size(1) == 1):
             return self._inside_segments(q, k, v, rope, tokens)
-        streams, (known_keys, known_values, _) = len(q) // rows, earlier or self._nothing(k[:rows])
-        older = (
-            self._older(k[:rows], known_keys, sight.ages[:, : q.size(1)]),
-            self._older(v[:rows], known_values, sight.ages[:, : q.size(1)]),
-        )
-        keys, values = (
-            torch.cat((x if streams == 1 else x.repeat(streams, 1, 1, 1, 1), own), 3)
-            for x, own in zip(older, (k, v), strict=True)
-        )
+        streams, known, ages = len(q) // rows, earlier or self._nothing(k[:rows]), sight.ages
+
+        def with_older(own: Tensor, known: Tensor) -> Tensor:
+            older = self._older(own[:rows], known, ages[:, : q.size(1)])
+            return torch.cat((older if streams == 1 else older.repeat(streams, 1, 1, 1, 1), own), 3)
+
+        keys, values = with_older(k, known.keys), with_older(v, known.values)
         if rope is not None:
             keys = rotate(keys, rope)
             q = rotate(q, (rope[0][self.kept :], rope[1][self.kept :]))
@@ -222,12 +220,8 @@ class Window(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """The keys, rotated, and values of the state after a pass; see `LayerState`.
 
-        Args:
-            k: Keys of the pass before the rotation, [B, H_kv, T, D].
-            v: Its values.
-            rope: As in `attend`.
-            sight: Of the pass.
-            earlier: As in `attend`.
+        `k` [B, H_kv, T, D] are the keys of the pass before the rotation, `v` its values; all else
+        is as in `attend`.
         """
         number, sinks = k.size(2) // self.segment_length, self.sinks
         # A copy: a view would keep the whole sequence in the state.
@@ -259,12 +253,8 @@ class Window(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """The keys and values of a state when an open segment is full: it is now an earlier one.
 
-        Args:
-            keys: Of the state, rotated, [B, H_kv, k + n · L + L + 1, D].
-            values: Its values.
-            rope: As in `attend`.
-            completes: Rows of which the open segment is full, [B] bool; the others keep theirs.
-            is_first: Rows in which it is the first of its document, [B] bool.
+        That is so in rows that `completes`; in those that `is_first` it is the first of its
+        document, both [B] bool. `keys`, rotated, and `values` are [B, H_kv, k + n · L + L + 1, D].
         """
         k, length, kept = self.sinks, self.segment_length, self.kept
 

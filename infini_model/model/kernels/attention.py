@@ -134,19 +134,14 @@ def local_attention(
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # Of PyTorch's kernels the memory-efficient one alone then computes no scores of all pairs
         # at once, and it takes no grouped heads.
-        k, v = (_for_every_head(x, q.size(1)) for x in (k, v))
+        group = q.size(1) // k.size(1)
+        k, v = (x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
     return functional.scaled_dot_product_attention(
         *(q, k, v),
         attn_mask=mask,
         is_causal=causal and mask is None,
         enable_gqa=q.size(1) != k.size(1),
     )
-
-
-def _for_every_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [N, H_kv, M, D] as [N, H, M, D], each repeated for the heads that read it."""
-    group = heads // x.size(1)
-    return x if group == 1 else x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
 
 
 def _flash_attn(package: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

@@ -10,8 +10,6 @@ A program computes a block of tokens. It reads their neighbours as well, from th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -41,27 +39,20 @@ def shifted_keys_backward(grad: Tensor, keys: Tensor, share: Tensor) -> tuple[Te
 
 def _launch(kernel: triton.JITFunction, rows: tuple[Tensor, ...], *shares: Tensor) -> None:
     """Run `kernel` on tensors [B, H, T, D] with contiguous rows, and on [B, H, T]."""
-    batch, heads, tokens, _ = rows[0].shape
-    constants = shift_constants(rows[0])
+    batch, heads, tokens, head_dim = rows[0].shape
+    width = triton.next_power_of_2(head_dim)
+    rows_at_once = max(1, BLOCK // width)
     with torch.cuda.device_of(rows[0]):  # type: ignore[no-untyped-call]
-        kernel[triton.cdiv(tokens, constants["ROWS"]), heads, batch](
+        kernel[triton.cdiv(tokens, rows_at_once), heads, batch](
             *(with_strides(x) for x in (*rows, *shares)),
             tokens,
-            **constants,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            ROWS=rows_at_once,
+            EXACT=tl.float64 if rows[0].dtype == torch.float64 else tl.float32,
             num_warps=4,
             enable_fp_fusion=True,
         )
-
-
-def shift_constants(x: Tensor) -> dict[str, Any]:
-    """The compile-time constants of both kernels, for keys like `x`."""
-    width = triton.next_power_of_2(x.size(3))
-    return {
-        "HEAD_DIM": x.size(3),
-        "WIDTH": width,
-        "ROWS": max(1, BLOCK // width),
-        "EXACT": tl.float64 if x.dtype == torch.float64 else tl.float32,
-    }
 
 
 @triton.jit

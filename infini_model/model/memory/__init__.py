@@ -4,12 +4,11 @@ To add a rule, write a class like `infini_model.model.memory.residual.Residual` 
 add it to `RULES` and to the values of `model.memory`.
 """
 
-from infini_model.config import ModelConfig
 from infini_model.model.memory.paper import Delta, Linear
 from infini_model.model.memory.residual import Residual
 from infini_model.model.memory.rule import SHIFTS, Memory, Rule, RuleState
 
-__all__ = ["MEMORY_PARAMETERS", "RULES", "Memory", "Rule", "RuleState", "file_name", "make_rule"]
+__all__ = ["MEMORY_PARAMETERS", "RULES", "Memory", "Rule", "RuleState", "file_name"]
 
 RULES: dict[str, type[Rule]] = {"linear": Linear, "delta": Delta, "residual": Residual}
 
@@ -23,8 +22,3 @@ MEMORY_PARAMETERS = (
 def file_name(parameter: str) -> str:
     """The name in files of a model's parameter: those of a memory are its attention's there."""
     return parameter.replace(".self_attn.memory.", ".self_attn.")
-
-
-def make_rule(config: ModelConfig) -> Rule | None:
-    """The rule that `config.memory` names, with new parameters; None for a model without memory."""
-    return None if config.memory == "none" else RULES[config.memory](config)

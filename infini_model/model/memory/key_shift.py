@@ -47,17 +47,8 @@ def streams_with_previous(
     """`with_previous` for n streams of the same documents: rows i, B + i, 2B + i, … are of one.
 
     What precedes a segment is always the first stream's token: the segments of the other streams
-    know nothing of each other.
-
-    Args:
-        x: [n · B, H, T, D]; T is a multiple of `segment_length`.
-        share: As in `with_previous`.
-        starts: [B, T] bool, true where a document starts; None is nowhere.
-        rows: B.
-        segment_length: Tokens of a segment.
-
-    Returns:
-        [n · B, H, T, D].
+    know nothing of each other. `x` is [n · B, H, T, D], `rows` is B, and T is a multiple of
+    `segment_length`.
     """
     if share is None:
         return x

@@ -42,11 +42,7 @@ def two_softmaxes(x: Tensor) -> Tensor:
 
 
 def operator(
-    module: str,
-    fake: Callable[..., Any],
-    *,
-    summand: int | None = None,
-    takes: Callable[[tuple[Tensor, ...]], bool] = lambda inputs: _fits_blocks(inputs),
+    module: str, fake: Callable[..., Any], *, summand: int | None = None
 ) -> Callable[[Function], Function]:
     """Compute the decorated function on CUDA by `<name>_forward` and `<name>_backward` of a module.
 
@@ -59,7 +55,6 @@ def operator(
         fake: The results without their numbers, as the kernels lay them out.
         summand: An argument that is added to the result, so that its gradient is the result's; the
             backward kernel does not take it.
-        takes: Whether the kernels take these arguments.
     """
 
     def define(definition: Function) -> Function:
@@ -96,7 +91,7 @@ def operator(
 
         @functools.wraps(definition)
         def run(*inputs: Tensor) -> Any:
-            if inputs[0].is_cuda and takes(inputs):
+            if inputs[0].is_cuda and _fits_blocks(inputs):
                 return forward(*inputs)
             with torch.autocast(inputs[0].device.type, enabled=False):
                 return definition(*inputs)

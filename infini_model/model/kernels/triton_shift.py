@@ -22,7 +22,7 @@ BLOCK = 2048
 
 
 def shifted_keys_forward(keys: Tensor, share: Tensor) -> Tensor:
-    """As `infini_model.model.memory.key_shift.shifted_keys`, for any floating-point dtype."""
+    """As `infini_model.model.memory.key_shift.shifted_keys`, for 16 or 32 bits."""
     keys = row_contiguous(keys)
     out = torch.empty_like(keys)
     _launch(shift_forward, (keys, out), share)
@@ -49,7 +49,6 @@ def _launch(kernel: triton.JITFunction, rows: tuple[Tensor, ...], *shares: Tenso
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=rows_at_once,
-            EXACT=tl.float64 if rows[0].dtype == torch.float64 else tl.float32,
             num_warps=4,
             enable_fp_fusion=True,
         )
@@ -72,7 +71,6 @@ def shift_forward(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    EXACT: tl.constexpr,
 ) -> None:
     """The result for a block of tokens of one head."""
     # The offset of a token may exceed 32 bits in a long context.
@@ -80,11 +78,11 @@ def shift_forward(
     columns = tl.arange(0, WIDTH)[None, :]
     here = (tokens < length)[:, None]
     within = here & (columns < HEAD_DIM)
-    current = tl.load(_pointers(keys, tokens) + columns, within, other=0.0).to(EXACT)
+    current = tl.load(_pointers(keys, tokens) + columns, within, other=0.0).to(tl.float32)
     # The first token has no neighbour, and its share is 0.
     before = tl.maximum(tokens - 1, 0)
-    previous = tl.load(_pointers(keys, before) + columns, within, other=0.0).to(EXACT)
-    shares = tl.load(_pointers(share, tokens), here, other=0.0).to(EXACT)
+    previous = tl.load(_pointers(keys, before) + columns, within, other=0.0).to(tl.float32)
+    shares = tl.load(_pointers(share, tokens), here, other=0.0).to(tl.float32)
     shifted = current + shares * (previous - current)
     tl.store(_pointers(out, tokens) + columns, shifted, within)
 
@@ -100,23 +98,22 @@ def shift_backward(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    EXACT: tl.constexpr,
 ) -> None:
     """Both gradients for a block of tokens of one head."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)[None, :]
     here, followed = (tokens < length)[:, None], (tokens + 1 < length)[:, None]
     within = here & (columns < HEAD_DIM)
-    g = tl.load(_pointers(grad, tokens) + columns, within, other=0.0).to(EXACT)
+    g = tl.load(_pointers(grad, tokens) + columns, within, other=0.0).to(tl.float32)
     after = followed & (columns < HEAD_DIM)
-    next_g = tl.load(_pointers(grad, tokens + 1) + columns, after, other=0.0).to(EXACT)
-    shares = tl.load(_pointers(share, tokens), here, other=0.0).to(EXACT)
-    next_shares = tl.load(_pointers(share, tokens + 1), followed, other=0.0).to(EXACT)
+    next_g = tl.load(_pointers(grad, tokens + 1) + columns, after, other=0.0).to(tl.float32)
+    shares = tl.load(_pointers(share, tokens), here, other=0.0).to(tl.float32)
+    next_shares = tl.load(_pointers(share, tokens + 1), followed, other=0.0).to(tl.float32)
     dk = (1 - shares) * g + next_shares * next_g
     tl.store(_pointers(dkeys, tokens) + columns, dk, within)
 
-    current = tl.load(_pointers(keys, tokens) + columns, within, other=0.0).to(EXACT)
+    current = tl.load(_pointers(keys, tokens) + columns, within, other=0.0).to(tl.float32)
     before = tl.maximum(tokens - 1, 0)
-    previous = tl.load(_pointers(keys, before) + columns, within, other=0.0).to(EXACT)
+    previous = tl.load(_pointers(keys, before) + columns, within, other=0.0).to(tl.float32)
     dshares = tl.sum(g * (previous - current), axis=1)[:, None]
     tl.store(_pointers(dshare, tokens), dshares, here)

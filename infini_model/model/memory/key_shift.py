@@ -3,8 +3,8 @@
 The query shift is the same for the queries that read the memory. A masked token does not know what
 it is to ask for; with the shift, the token before it asks.
 
-On CUDA forward and backward are one Triton kernel each: what autograd derives makes a dozen passes
-over the sequence, each with a result as large as the keys.
+On CUDA forward and backward are one Triton kernel each, for what `operator` takes: what autograd
+derives makes a dozen passes over the sequence, each with a result as large as the keys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def streams_with_previous(
     return out.view_as(segments).transpose(1, 2).flatten(2, 3)
 
 
-@operator("shift", lambda *inputs: torch.empty_like(inputs[0]), takes=lambda _: True)
+@operator("shift", lambda *inputs: torch.empty_like(inputs[0]))
 def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
     """lerp(k_t, k_{t−1}, μ_t); the first token keeps its own key.
 

@@ -234,14 +234,14 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.gradient_checkpointing = False
 
-    def compile_layers(self, *, attention: bool = True) -> None:
-        """Let training compile the feed-forward of the layers, and with `attention` the rest.
+    def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
+        """Choose which halves of the layers training compiles; at first, none.
 
         They are compiled when they are first used; see `infini_model.model.kernels.compile`.
         """
         for module in self.modules():
             if isinstance(module, Mlp):
-                module.compiled = True
+                module.compiled = feed_forward
             elif isinstance(module, DecoderLayer):
                 module.compiled = attention
 

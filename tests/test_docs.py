@@ -99,9 +99,9 @@ def test_a_command_parses_and_its_settings_load(
             (tmp_path / folder / f"0.{kind}").write_text("{}")
     here = [re.sub(r"/(?=(texts|chats)/)", f"{tmp_path}/", each) for each in arguments]
     name, given = _parse(here)
-    if "overrides" not in given:
-        words = [word for word in given.get("arguments") or () if "=" in word]
-        load_config(overrides=words)
+    if "config" not in given:  # It has settings of its own, or none.
+        typed = given.get("arguments") or given.get("overrides") or ()
+        load_config(overrides=[word for word in typed if "=" in word])
         return
     if given["config"]:
         given["config"] = Path(given["config"])

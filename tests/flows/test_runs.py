@@ -120,15 +120,15 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert told("resume", "run-1") == (0, f"{run_dir} is already finished; nothing to do\n")
 
     # A branch that is killed is resumed by the same command, and is listed with its parent.
-    halt = Halt(tmp_path / "halt again", 23)
-    longer = ("training.max_steps=24", "training.schedule=constant", "checkpoint.save_steps=2")
+    halt = Halt(tmp_path / "halt again", 25)
+    longer = ("training.max_steps=26", "training.schedule=constant", "checkpoint.save_steps=2")
     killed = start("branch", "run-1", *longer, "--output-dir", output, **halt.environment)
     halt.wait()
     killed.end()
     again = succeed(infini("branch", "run-1", *longer, "--output-dir", output), connected)
     resumed_from = f"Resuming from: {output}/runs/run-1-branch-1/checkpoints/step-2"
     assert resumed_from in again.stderr + again.stdout
-    assert re.search(r"run-1-branch-1 +24/24 +finished .+ run-1@20 ", told("runs")[1])
+    assert re.search(r"run-1-branch-1 +26/26 +finished .+ run-1@20 ", told("runs")[1])
     report = (output / "runs" / "run-1-branch-1" / "report.md").read_text()
     assert "| Branch of | `run-1`, step 20 |" in report
     assert told("branch", "run-1") == (

@@ -11,14 +11,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
+from typing import TYPE_CHECKING, Literal, TypeVarTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # How a training ended, in MLflow's words.
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,6 @@ class Callback:
     def on_start(self, step: int) -> None:
         """The training starts, or resumes after `step` steps."""
 
-    def before_step(self) -> None:
-        """A step starts."""
-
     def before_collective(self) -> None:
         """A collective operation of the step starts, which may wait for the other ranks."""
 
@@ -143,15 +140,10 @@ class Callbacks:
     def __init__(self, members: Iterable[Callback] = ()) -> None:
         self.members = list(members)
 
-    def call(
-        self,
-        hook: Callable[Concatenate[Callback, Arguments], None],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> None:
+    def call(self, hook: Callable[[Callback, *Arguments], None], *args: *Arguments) -> None:
         """Call a hook of all members: `call(Callback.on_start, step)`."""
         for member in self.members:
-            getattr(member, hook.__name__)(*args, **kwargs)
+            getattr(member, hook.__name__)(*args)
 
     def finish_step(self, step: Step) -> None:
         """Collect the metrics of all members, then call `after_step` of each with all of them."""

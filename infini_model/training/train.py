@@ -185,7 +185,6 @@ class Trainer:
     def _take_step(self) -> None:
         """One optimizer step on the next global batch. Re-raises checkpoint writer errors."""
         self.checkpointer.writer.check()
-        self._callbacks.call(Callback.before_step)
         began = time.perf_counter()
         after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)

@@ -44,9 +44,6 @@ class Witness(Callback):
     def on_start(self, step):
         self.events.append(("start", step))
 
-    def before_step(self):
-        self.events.append(("before step",))
-
     def after_gradients(self):
         self.events.append(("gradients",))
 
@@ -93,7 +90,7 @@ def test_a_training_learns_records_every_step_once_and_tells_its_callbacks(
     assert train(make_config(), dataset, tmp_path, [witness]).stopped_by is None
     expected = [("start", 0), ("validation", 0)]
     for step in range(1, 13):
-        expected += [("before step",), ("gradients",), ("step", step)]
+        expected += [("gradients",), ("step", step)]
         expected += [("checkpoint", step)] if step % 4 == 0 else []
         expected += [("validation", step)] if step in (5, 10, 12) else []
     expected += [("test", 12), ("end", "FINISHED")]
@@ -101,9 +98,9 @@ def test_a_training_learns_records_every_step_once_and_tells_its_callbacks(
     assert witness.pauses > 0
     # Gradients are announced before a rank waits for the loss of the others: so heartbeats tell
     # which rank of a hang is behind. The first sum is of the targets, by which they are scaled.
-    first = witness.events.index(("before step",))
-    story = [("before step",), ("sum",), ("gradients",), ("sum",), ("step", 1)]
-    assert witness.events[first : first + 5] == story
+    first = witness.events.index(("gradients",)) - 1
+    story = [("sum",), ("gradients",), ("sum",), ("step", 1)]
+    assert witness.events[first : first + 4] == story
 
     assert curve(tmp_path, "mine/double") == {step: 2.0 * step for step in range(1, 13)}
     losses = curve(tmp_path, "validation/loss")
@@ -124,7 +121,7 @@ def test_a_step_that_is_not_finite_ends_the_training_before_the_weights_change(
     config = make_config(training={"learning_rate": 1e30}, checkpoint={"save_steps": 1})
     with pytest.raises(NonFiniteError, match="the step was not taken"):
         train(config, dataset, tmp_path, [witness])
-    step = witness.events.count(("before step",))
+    step = witness.events.count(("gradients",))
     assert witness.events[-3:] == [("gradients",), ("not finite", step), ("end", "FAILED")]
     checkpoint = newest_checkpoint(tmp_path)
     assert checkpoint.name == f"step-{step - 1}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -41,7 +40,8 @@ class Sample(EvaluationTask):
             fitting = ((n, tokens) for n, tokens in enumerate(asked) if 0 < tokens <= limit)
             number, longest = next(fitting, (0, 0))
         else:
-            number = _first_or_longest(stream.lengths(), settings.prompt_tokens + 2)
+            lengths = np.concatenate([*stream.lengths()])
+            number = int(np.minimum(lengths, settings.prompt_tokens + 2).argmax())
         document = stream.document(number)[:-1]  # without its end-of-text token
         prompt, rest = document[:longest], document[longest:]
         if len(prompt) == 0:
@@ -78,17 +78,3 @@ def _lengths(context: EvalContext) -> tuple[int, int]:
         return settings.prompt_tokens, settings.max_new_tokens
     most = min(settings.max_new_tokens, model.segment_length // 2)
     return min(settings.prompt_tokens, model.segment_length - most), most
-
-
-def _first_or_longest(chunks: Iterable[np.ndarray], tokens: int) -> int:
-    """The number of the first document of at least `tokens`, or else of the longest one."""
-    first = chosen = most = 0
-    for lengths in chunks:
-        enough = np.minimum(lengths, tokens)
-        here = int(enough.argmax())
-        if enough[here] > most:
-            chosen, most = first + here, int(enough[here])
-        if most == tokens:
-            break
-        first += len(lengths)
-    return chosen

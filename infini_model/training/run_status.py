@@ -35,13 +35,8 @@ class RunStatus:
     """The status of one run.
 
     Attributes:
-        run_dir: Run folder.
-        state: What the run is doing, or how it ended.
         detail: Who holds it, what it waits for, how it failed, or what is damaged.
-        step: Optimizer steps recorded so far.
-        total: Optimizer steps in all, if known.
-        train_loss: Latest training loss; None before the first step.
-        validation_loss: Latest validation loss; None before the first validation.
+        step: Optimizer steps recorded so far, of the `total` if that is known.
         updated: Time of the last record, in seconds since the epoch.
         owner: Id of the flow run that claimed the run last, if known.
         parent: Of a branch, the run from which it began; `parent_step` is the step.

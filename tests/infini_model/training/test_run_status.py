@@ -47,7 +47,7 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
     updated = read_metrics(run_dir)[-1]["time"]
     mlflow = {"run_id": "m1", "tracking_uri": "http://m"}
     assert read_status(run_dir) == RunStatus(
-        run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated, OWNER.id, mlflow
+        run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated, OWNER.id, mlflow=mlflow
     )
     make_folder(run_dir / MODEL)
     assert read_status(run_dir).state == "trained"

@@ -16,7 +16,7 @@ from torch import Tensor
 from infini_model.data.loading.windows import validation_batches
 from infini_model.model import inspection
 from infini_model.model.memory import RULES
-from infini_model.runtime.metrics_file import Line, read_metrics
+from infini_model.runtime.metrics_file import Line
 from infini_model.training.callbacks import Callback, Evaluation
 from infini_model.training.parallel import full_tensor
 from infini_model.training.setup import TrainingSetup
@@ -55,11 +55,8 @@ def validate_split(
 def loss_by_segment(sums: Tensor, targets: Tensor) -> dict[str, float]:
     """Mean losses of the segments 1, 2, 3-4, 5-8 and so on, which are few for long windows.
 
-    Those without targets are left out, as is the only segment of a window.
-
-    Args:
-        sums: Of the losses, by segment, [S].
-        targets: Their number, [S].
+    Those without targets are left out, as is the only segment of a window. `sums` [S] are those of
+    the losses by segment, `targets` [S] their number.
     """
     found, first = dict[str, float](), 0
     while first < len(sums) > 1:
@@ -113,22 +110,10 @@ class MemoryReports(Callback):
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup, self._config = setup, setup.config
-        # The newest metrics of the run, and what they were a reason to warn of; on rank 0.
-        self._newest: Line = {}
         self._warned: set[str] = set()
         # A window of one segment reads nothing.
         is_read = self._config.packing.context_length > self._config.model.segment_length
         self._rule = RULES.get(self._config.model.memory) if is_read else None
-
-    def on_start(self, step: int) -> None:
-        """Read what earlier processes of the run recorded, and so warned of."""
-        if not self._setup.world.is_main:
-            return
-        for line in read_metrics(self._setup.run_dir):
-            if line["step"] <= step:
-                self._newest |= line
-                if "validation/loss" in line:
-                    self._warned |= dict(self._findings()).keys()
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
         """What the probe finds, and by layer `memory/layer_N/read_weight_mean` and so on.
@@ -146,25 +131,21 @@ class MemoryReports(Callback):
             found[f"{prefix}_max"] = heads.max().item()
         found |= probe_memory(setup, evaluation.split)
         found = {name: value for name, value in found.items() if math.isfinite(value)}
-        self._newest |= found | {"step": evaluation.step}
-        for kind, sentence in self._findings() if setup.world.is_main else ():
+        for kind, sentence in self._findings(evaluation.step, found) if setup.world.is_main else ():
             if kind not in self._warned:
                 log.warning("At step %d: %s", evaluation.step, sentence)
                 self._warned.add(kind)
         return found
 
-    def _findings(self) -> Iterator[tuple[str, str]]:
-        """What the newest metrics of the run are a reason to warn of: kinds, and sentences."""
-        newest, model = self._newest, self._config.model
-        step, layers = int(newest["step"]), range(model.num_hidden_layers)
+    def _findings(self, step: int, found: Line) -> Iterator[tuple[str, str]]:
+        """What the metrics of an evaluation are a reason to warn of: kinds, and sentences."""
         if self._rule is None or step < self._config.training.warmup_steps + SETTLED_STEPS:
             return
-        ends = [f"memory/layer_{n}/read_weight_{end}" for n in layers for end in ("min", "max")]
-        if all(name in newest for name in ends):
-            changes = [self._rule.moved(newest[name], model) for name in ends]
-            if sentence := inspection.unmoved(changes, step):
-                yield "read weights", sentence
-        if "memory/probe_gain_error" in newest:
-            gain, error = newest["memory/probe_gain"], newest["memory/probe_gain_error"]
+        ends = [value for name, value in found.items() if name.endswith(("_min", "_max"))]
+        changes = [self._rule.moved(value, self._config.model) for value in ends]
+        if sentence := inspection.unmoved(changes, step):
+            yield "read weights", sentence
+        if "memory/probe_gain_error" in found:
+            gain, error = found["memory/probe_gain"], found["memory/probe_gain_error"]
             if sentence := inspection.hurts(gain, error):
                 yield "gain", sentence

@@ -140,11 +140,11 @@ def test_a_memory_that_is_of_no_use_is_warned_of(warned, settings, expected):
         assert words in warning
 
 
-def test_read_weights_that_do_not_move_are_warned_of_once_per_run(warned, tmp_path):
+def test_read_weights_that_do_not_move_are_warned_of_once(warned, tmp_path):
     settings = STUCK | LINEAR | {"read_weight_start": -1.0}
     (warning,) = warned(StopAfter(14), **settings)
     assert "All read weights are still where they started after 12 steps." in warning
-    assert warned(**settings) == []  # resumed: it was said
+    assert len(warned(**settings)) == 1  # resumed
     assert len(curve(tmp_path / "run", "memory/probe_gain")) == 3
     recorded = [of_memory(line) for line in read_metrics(tmp_path / "run") if of_memory(line)]
     assert recorded == [AT_VALIDATION] * 3

@@ -3,7 +3,11 @@
 from commands import PATIENCE
 
 from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.training import tracking
 from infini_model.training.tracking import Exporters
+
+# Retry soon after a server comes back.
+tracking.MAX_DELAY_SECONDS = 1.0
 
 
 class Record:
@@ -11,8 +15,7 @@ class Record:
 
     def __init__(self, run_dir, config, dataset, resumed_step=None):
         self.file = MetricsFile(run_dir, resumed_step)
-        # Retry soon after a server comes back.
-        self.exporters = Exporters(run_dir, config, dataset, max_delay_seconds=1.0)
+        self.exporters = Exporters(run_dir, config, dataset)
         self.exporters.on_start(0)
         self.append = self.file.append
 

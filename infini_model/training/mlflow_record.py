@@ -224,19 +224,13 @@ class MlflowExporter:
         for batch in chunk_list(params, PARAMS_AT_ONCE):
             client.log_batch(run.info.run_id, params=batch)
         tags = self._origin()
-        # For MLflow's UI, in Markdown.
-        lines = [f"Run folder: `{tags['run.folder']}`"]
-        if folder := tags.get("dataset.folder"):
-            lines.append(f"Dataset: `{folder}`")
-        if flow_run := tags.get("prefect.flow_run_id"):
-            page = flow_run_page(flow_run)
-            lines.append(f"Flow run in Prefect: {f'[{flow_run}]({page})' if page else flow_run}")
-        note = "\n\n".join(lines)
-        # A description edited by a user in MLflow's UI is kept.
-        if run.data.tags.get(NOTE) in (None, self._record.get("note")):
-            tags[NOTE] = note
+        flow_run = tags.get("prefect.flow_run_id")
+        # A description edited by a user in MLflow's UI, where it is Markdown, is kept.
+        is_own = run.data.tags.get(NOTE) in (None, self._record.get("note"))
+        if is_own and flow_run and (page := flow_run_page(flow_run)):
+            tags[NOTE] = f"Flow run in Prefect: [{flow_run}]({page})"
         client.log_batch(run.info.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
-        self._update_record(note=note)
+        self._update_record(note=tags.get(NOTE, self._record.get("note")))
         dataset = self._record.get("dataset")
         if dataset is not None and not run.inputs.dataset_inputs:
             digest = dataset["key"][:DIGEST_LENGTH]

@@ -44,12 +44,10 @@ class Exporter(Protocol):
 class Follower(threading.Thread):
     """Tails `metrics.jsonl` and delivers new lines to one exporter."""
 
-    def __init__(
-        self, run_dir: Path, exporter: Exporter, max_delay_seconds: float = MAX_DELAY_SECONDS
-    ) -> None:
+    def __init__(self, run_dir: Path, exporter: Exporter) -> None:
         super().__init__(name=f"follower of {exporter.name}", daemon=True)
         self._path, self._offset = run_dir / "metrics.jsonl", 0
-        self.exporter, self._max_delay = exporter, max_delay_seconds
+        self.exporter = exporter
         self._ending = threading.Event()
         self._status: Status = "FINISHED"
         self._deadline = math.inf
@@ -86,7 +84,7 @@ class Follower(threading.Thread):
                 if ending and failed:
                     # It was already down before the end, so do not wait for it.
                     return
-                delay = min(self._max_delay, max(2 * delay, POLL_SECONDS))
+                delay = min(MAX_DELAY_SECONDS, max(2 * delay, POLL_SECONDS))
                 failed = warned = True
 
     def _export_new(self) -> None:
@@ -133,14 +131,7 @@ class TensorBoardExporter:
 class Exporters(Callback):
     """The exporters of a run, which follow the file of its metrics on rank 0."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        dataset: Mapping[str, str],
-        *,
-        max_delay_seconds: float = MAX_DELAY_SECONDS,
-    ) -> None:
+    def __init__(self, run_dir: Path, config: Config, dataset: Mapping[str, str]) -> None:
         """`dataset` holds the dataset's `name`, `key` and `path`."""
         exporters: list[Exporter] = []
         if config.tracking.tensorboard:
@@ -150,7 +141,7 @@ class Exporters(Callback):
             exporters.append(TensorBoardExporter(folder, own))
         if config.tracking.mlflow:
             exporters.append(MlflowExporter(run_dir, config, dataset))
-        self._followers = [Follower(run_dir, exporter, max_delay_seconds) for exporter in exporters]
+        self._followers = [Follower(run_dir, exporter) for exporter in exporters]
 
     def on_start(self, step: int) -> None:  # noqa: ARG002
         """Start delivering."""

@@ -15,12 +15,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
 from infini_model.config import Config
-from infini_model.data.loading.windows import (
-    Batch,
-    Windows,
-    open_windows,
-    validation_batches,
-)
+from infini_model.data.loading.windows import Windows, open_windows, validation_batches
 from infini_model.data.manifest import Manifest, Split, read_manifest
 from infini_model.model.layers import Part
 from infini_model.model.precision import resolve_precision
@@ -45,7 +40,6 @@ class Score(BaseModel):
     """The losses of the windows of a split.
 
     Attributes:
-        windows: Windows scored.
         tokens: Tokens predicted, without masked ones; of conversations, those that are learned.
         loss: Mean loss in nats per token, for each of these; None without any.
         loss_by_segment: Mean loss of each segment of the window.
@@ -105,12 +99,10 @@ class EvalContext:
     """The newest checkpoint of a run and the held-out splits, scored as in training.
 
     Attributes:
-        checkpoint: Folder of the checkpoint.
         position: The training state of the checkpoint.
         model: The model in eval mode, on the device of `launch.gpus`.
-        manifest: The dataset's manifest.
+        scorer: Scores batches, also those that a task makes itself.
         last_step: Total optimizer steps of the run.
-        plots_dir: Folder of the plots.
         on_windows: Called after each scored batch with its number of windows.
     """
 
@@ -145,7 +137,7 @@ class EvalContext:
                 f"{dataset_dir} needs {needed}"
             )
         module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
-        self._scorer = Scorer(module, self.model.precision, device)
+        self.scorer = Scorer(module, self.model.precision, device)
         self._windows: dict[Split, Windows] = {
             split: open_windows(
                 dataset_dir, split, config.packing, self.model.config.segment_length
@@ -179,7 +171,7 @@ class EvalContext:
         for batch in validation_batches(
             windows, settings.batch_size, max_windows=settings.max_windows
         ):
-            losses = self._scorer.score(batch, without).cpu()
+            losses = self.scorer.score(batch, without).cpu()
             totals = totals + windows.sum_by_source(losses, batch)
             self.on_windows(len(losses))
         sizes = windows.sample_sizes(settings.max_windows)
@@ -204,13 +196,9 @@ class EvalContext:
             for first in range(0, draws, size):
                 keys = number * draws + np.arange(first, min(first + size, draws))
                 batch = windows.gather(np.full(len(keys), number), keys)
-                total += self._scorer.score(batch).sum((0, 2)).cpu()
+                total += self.scorer.score(batch).sum((0, 2)).cpu()
             rows.append(total)
         return torch.stack(rows)
-
-    def losses(self, batch: Batch, without: Part | None = None) -> tuple[Tensor, Tensor]:
-        """As `Scorer.losses`, for sequences that a task makes itself."""
-        return self._scorer.losses(batch, without)
 
     def kept_folder(self, task: str, settings: Mapping[str, object]) -> Path:
         """The folder of the finished parts of a task, named by all that decides the results.

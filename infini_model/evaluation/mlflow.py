@@ -25,11 +25,7 @@ from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, lock, sha256
 from infini_model.training.checkpoint import read_state
-from infini_model.training.mlflow_record import (
-    DIGEST_LENGTH,
-    MlflowExporter,
-    error_summary,
-)
+from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -76,13 +72,8 @@ def log_evaluation(
             model = log_model(sink, dataset_dir, config, result)
         # Of the evaluated step, on the dataset, and of the logged model if there is one.
         now, digest = int(time.time() * 1000), result.dataset_key[:DIGEST_LENGTH]
-        about = (
-            now,
-            result.step,
-            model and model.model_id,
-            read_manifest(dataset_dir).name,
-            digest,
-        )
+        dataset = read_manifest(dataset_dir).name
+        about = (now, result.step, model and model.model_id, dataset, digest)
         metrics = [Metric(name, value, *about) for name, value in result.metrics.items()]
         sink.client.log_batch(target, metrics=metrics)
         if target != sink.run_id:

@@ -29,7 +29,7 @@ class Interval(NamedTuple):
         return f"{100 * self.estimate:.1f}% ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
 
-def bootstrap(sums: Any, counts: Any, *, seed: int = 0) -> list[Interval]:
+def bootstrap(sums: Any, counts: Any) -> list[Interval]:
     """Ratios of sums over documents, Σ sums / Σ counts, with percentile intervals over resamples.
 
     The documents are the sample: they are drawn with replacement, each with all of its tokens, as
@@ -39,7 +39,6 @@ def bootstrap(sums: Any, counts: Any, *, seed: int = 0) -> list[Interval]:
     Args:
         sums: [documents, K].
         counts: [documents, K], or [documents, 1] for all. A column must have a positive sum.
-        seed: Of the resamples, which are the same for all columns.
 
     Returns:
         K intervals; those of columns that a single document reaches are infinite.
@@ -48,7 +47,7 @@ def bootstrap(sums: Any, counts: Any, *, seed: int = 0) -> list[Interval]:
     documents = len(sums)
     estimates = sums.sum(0) / counts.sum(0)
     uniform = np.full(documents, 1.0 / documents)
-    generator, ratios = np.random.default_rng(seed), np.empty((RESAMPLES, sums.shape[1]))
+    generator, ratios = np.random.default_rng(0), np.empty((RESAMPLES, sums.shape[1]))
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in np.array_split(ratios, 1 + RESAMPLES * documents // DRAWN_AT_ONCE):
             drawn = generator.multinomial(documents, uniform, size=len(block))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict
 
 from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.statistics import Interval
@@ -43,16 +43,11 @@ class TaskResult(BaseModel):
         """A result whose metrics are estimates with an interval each."""
         return cls(
             metrics={name: each.estimate for name, each in found.items()},
-            intervals={name: (each.low, each.high) for name, each in found.items()},
+            intervals={
+                k: (x.low, x.high) for k, x in found.items() if math.isfinite(x.low + x.high)
+            },
             **others,
         )
-
-    @field_validator("intervals")
-    @classmethod
-    def _leave_out_infinite_ones(
-        cls, intervals: dict[str, tuple[float, float]]
-    ) -> dict[str, tuple[float, float]]:
-        return {name: each for name, each in intervals.items() if all(map(math.isfinite, each))}
 
 
 class EvaluationTask(ABC):

@@ -220,8 +220,8 @@ def _score(
     rows = np.ascontiguousarray(documents.rows(numbers))
     keys = torch.from_numpy(documents.starts[numbers])
     batch = Batch(torch.from_numpy(rows), None, None, keys)
-    whole, counts = context.losses(batch)
-    found = [counts, whole, *(context.losses(batch, part)[0] for part in parts_of(context))]
+    whole, counts = context.scorer.losses(batch)
+    found = [counts, whole, *(context.scorer.losses(batch, part)[0] for part in parts_of(context))]
     shape = (*rows.shape[:2], documents.segment_length)
     return [each.reshape(shape).sum(2).tolist() for each in found]
 

@@ -77,7 +77,7 @@ def test_batches_do_not_matter_and_finished_ones_are_kept(made):
     context.on_windows = seen.append
     once = measure(context, found)
     assert sum(seen) == len(found.starts) == load_task("loss_by_position").sequences(context)
-    context.losses = None  # an interrupted evaluation that is repeated computes nothing again
+    context.scorer = None  # an interrupted evaluation that is repeated computes nothing again
     again = measure(context, found)
     together = measure(made.context(**{"evaluation.batch_size": 40}), found)
     for first, same, close in zip(

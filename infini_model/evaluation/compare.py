@@ -42,11 +42,9 @@ class ComparedRun(NamedTuple):
     """A run of a comparison.
 
     Attributes:
-        run_dir: Its folder.
         settings: Its settings by dotted key, as text, without names and places.
         context: What decides whether its loss can be compared with that of another run, by what
             it is called, in the order in which to name a difference.
-        seed: Its seed.
         progress: State and step in words; empty if the run is finished and evaluated.
         results: Metrics of the evaluation and of the training, by name.
         intervals: Intervals of 95%, (low, high), of some of them.

@@ -72,13 +72,9 @@ def evaluate_run(
 ) -> EvaluationResult:
     """Evaluate the newest checkpoint of a run; writes the report, then `evaluation.json`.
 
-    The same checkpoint, dataset and settings give the same numbers and the same sample.
-
-    Args:
-        run_dir: The run folder.
-        dataset_dir: A dataset folder made with the run's tokenizer.
-        config: The run's configuration; `evaluation` sets what is measured.
-        progress: Called with the number of windows scored and the total.
+    The same checkpoint, dataset and settings give the same numbers and the same sample. The dataset
+    is one made with the run's tokenizer; `progress` is called with the number of windows scored and
+    the total.
 
     Raises:
         CheckpointError: There is no checkpoint or no metrics, the model's vocabulary is smaller

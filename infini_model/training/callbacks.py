@@ -29,7 +29,6 @@ class Step:
 
     Attributes:
         number: 1 for the first step.
-        total: Total steps of the training.
         targets: Number of targets of the global batch: neither padding nor what is not learned.
         loss: Mean loss over them, in nats.
         rank_loss: Sum of the losses of this rank's share of the batch.
@@ -40,7 +39,6 @@ class Step:
         first_window: Windows read before the global batch, over all ranks.
         seconds: Wall-clock time of the step.
         wait_seconds: How much of it the step waited for its batches.
-        logged: Whether this step is logged.
     """
 
     number: int
@@ -69,7 +67,6 @@ class Evaluation:
 
     Attributes:
         step: Steps taken before it.
-        split: Name of the split.
         loss: Mean loss over the targets, in nats.
         by_source: The same of each named source that has some.
         sums: Of the losses, by segment of the window, float64 [S].

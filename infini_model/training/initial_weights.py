@@ -29,7 +29,6 @@ class InitialWeights(Record):
     """The weights that `model.initial_weights` names.
 
     Attributes:
-        name: The setting itself.
         commit: Of the repository on the hub; None for a folder.
         folder: Where config.json and the safetensors files are.
         fingerprint: Of the content of these files: the same for a repository and a copy of it.

@@ -64,13 +64,9 @@ def rows_read(setup: TrainingSetup, step: Step) -> list[str]:
 def describe(
     step: Step, gpu: int, faulty: Mapping[str, Mapping[str, Tensor]], rows: list[str]
 ) -> str:
-    """The report of a rank.
+    """The report of a rank, with what `faulty_tensors` and `rows_read` return.
 
-    Args:
-        step: The step.
-        gpu: The physical number of the rank's GPU, or the rank.
-        faulty: From `faulty_tensors`.
-        rows: From `rows_read`.
+    `gpu` is the physical number of its GPU, or the rank.
     """
     is_loss = not math.isfinite(step.loss)
     what, value = ("LOSS", step.loss) if is_loss else ("GRADIENT", step.grad_norm)

@@ -47,12 +47,8 @@ _CONSTANT_BUFFERS: dict[str, Any] = {
 class TrainModule:
     """The model with its loss on this rank, in the precision of the training.
 
-    Attributes:
-        model: The model. Its parameters are shards under FSDP.
-        objective: What the inputs and the loss of a batch are.
-        precision: Of the matrix products.
-        attention_backend: The kernel of the local attention, in words.
-        compiled: What of the layers is compiled, in words.
+    `attention_backend` is the kernel of the local attention and `compiled` what of the layers is
+    compiled, both in words. The parameters of the model are shards under FSDP.
     """
 
     def __init__(self, module: LossModule, config: Config, world: World) -> None:
@@ -107,10 +103,9 @@ class TrainModule:
         return by_segment
 
     def score_with_and_without_memory(self, batch: Batch) -> Tensor:
-        """Loss sums with memory and without, and target counts, by window.
+        """Loss sums with memory and with it knocked out, and target counts: [3, B] float64.
 
-        Without: knocked out. Under FSDP call it on all ranks. Returns [3, B]
-        float64 on the device.
+        Under FSDP call it on all ranks.
         """
         losses, targets = self._scorer.losses(batch)
         self._free_gathered()

@@ -110,13 +110,9 @@ def compute_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward: the gradients of the mean loss over the global batch.
 
-    Args:
-        model: The model on this rank.
-        batches: This rank's micro-batches.
-        world: The ranks.
-        scaler: In fp16 the gradients are multiplied by its scale.
-        before_collective: Called before each operation that may wait for the other ranks, except
-            those of FSDP within a forward pass.
+    `batches` are this rank's micro-batches. In fp16 the gradients are multiplied by the scale of
+    `scaler`. `before_collective` is called before each operation that may wait for the other ranks,
+    except those of FSDP within a forward pass.
 
     Returns:
         The sum of this rank's token losses, [1] float64, and the divisor over all ranks, [] int64:

@@ -54,11 +54,7 @@ NEEDS_CAUSAL = "Not measured: the questions are for a causal model, which contin
 class Counts(NamedTuple):
     """Sums over answers, by depth: [D] int64 each, in the order of the settings' depths.
 
-    Attributes:
-        answers: Answers.
-        exact: Answers of which every token is right.
-        tokens: Tokens of the answers.
-        right: Those of them that are right.
+    Of the `answers` every token of the `exact` ones is right, and of their `tokens` the `right`.
     """
 
     answers: np.ndarray
@@ -323,11 +319,8 @@ def build(
 ) -> Haystacks:
     """Haystacks of `length` tokens each, the question and the longest answer included.
 
-    Args:
-        fillers: Token ids for each haystack, at least `length`.
-        needles: K needles for each haystack.
-        depths: The share of the filler that stands before each of them, 0 to 1.
-        length: Tokens of a sequence.
+    Each has at least `length` token ids of filler, K needles, and for each of them the share of the
+    filler that stands before it, 0 to 1.
 
     Raises `ValueError` if there is no room for the needles and the question.
     """

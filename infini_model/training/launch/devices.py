@@ -34,9 +34,6 @@ class Gpu:
     Attributes:
         identifier: What CUDA_VISIBLE_DEVICES calls it: its number in PCI order, or its UUID.
         number: Its physical number: the one in PCI order, also of the GPU that a MIG slice is on.
-        name: Product name.
-        free_bytes: Free memory.
-        total_bytes: Total memory.
         busy_percent: Recent utilization, 0 to 100.
         uuid: Identifier that is the same in every process and container, whatever is visible there.
         capability: Compute capability, (9, 0) for Hopper; None if the driver does not tell.

@@ -42,7 +42,6 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         kind: How it ended: `preempted` is by a signal, after which a checkpoint was saved if the
             training had started; `hang` that a process was stopped, or no step completed for much
             longer than steps take; `timeout` that it took longer than the launcher allows.
-        message: Why, in one line.
         rank: The rank that failed first; None if that is not known.
         gpu: The physical number of its GPU; None on the CPU, or if that is not known.
         windows_read: Of `non-finite`, the windows read before the global batch at fault; None if

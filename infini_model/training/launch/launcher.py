@@ -47,8 +47,6 @@ class Job:
     """A training to start.
 
     Attributes:
-        config: The whole configuration.
-        dataset_dir: A finished dataset folder.
         run_dir: The run folder. Of several nodes the first one alone reads and writes it; the
             others need no more than a folder of their own for their logs.
         timeout_seconds: After this long the training saves a checkpoint and ends.

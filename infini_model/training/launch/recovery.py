@@ -30,10 +30,7 @@ FILE = "recovery.json"
 class BatchPlan:
     """How the windows of a global batch are divided.
 
-    Attributes:
-        processes: Ranks, each with an equal share.
-        accumulation: Micro-batches per rank.
-        micro_batch: Windows per micro-batch.
+    Each of the `processes` ranks has `accumulation` micro-batches of `micro_batch` windows.
     """
 
     processes: int
@@ -50,15 +47,11 @@ class BatchPlan:
     ) -> BatchPlan:
         """Divide a run's global batch among `processes`.
 
-        Args:
-            training: What the user has set: it decides the global batch of a run that begins, and
-                later only limits the micro-batch, to `batch_size` windows.
-            processes: Ranks in all.
-            global_batch: Windows per step; None before the run has begun.
-            divisor: Parts into which micro-batches are split; see `Recovery`.
+        What the user has set in `training` decides the global batch of a run that begins, which has
+        None, and later only limits the micro-batch, to `batch_size` windows. Micro-batches are
+        split into `divisor` parts, see `Recovery`.
 
-        Raises:
-            ConfigError: The batch does not divide evenly.
+        Raises `ConfigError` if the batch does not divide evenly.
         """
         if global_batch is None:
             global_batch = processes * training.gradient_accumulation_steps * training.batch_size
@@ -100,7 +93,7 @@ class Recovery:
 
     Attributes:
         attempts: The failures, oldest first.
-        micro_batch_divisor: Number of parts that a configured micro-batch is split into.
+        micro_batch_divisor: Parts into which a configured micro-batch is split.
         skipped: Global batches to skip, each given by the number of windows before it.
     """
 

@@ -61,14 +61,8 @@ def reserve(
     """Hold the devices of a training while the block runs; yields its GPUs, none on the CPU.
 
     Waits until all of them are free at the same time. Nodes of one training that run on the same
-    machine share its devices.
-
-    Args:
-        config: The whole configuration.
-        run_dir: The run folder, shown to other trainings that wait.
-        on_line: Called once a minute while waiting with a line that names the devices and who
-            holds them.
-        stop: Polled twice a second while waiting; what it returns is raised.
+    machine share its devices. While waiting, `on_line` is called once a minute with a line that
+    names the devices and who holds them, and `stop` is polled: what it returns is raised.
 
     Raises:
         DeviceError: A GPU that does not exist, or fewer GPUs than processes.

@@ -1,20 +1,8 @@
 """A tokenizer on a GPU, which encodes as many documents at a time as its memory holds.
 
-What moves through memory, in bytes for each byte of text with words of w bytes and t tokens to a
-word:
-
-| step | reads | writes |
-| --- | --- | --- |
-| the text, from the host | | 1 |
-| `classify`: the kind of each byte, places of added tokens | 1 | 2 |
-| `cut`: where words start | 1 | 1 |
-| the places that these two found | 4 + 12/w | 20/w |
-| `probe`: a slot of the table, and the value of each word | 1 + 4/w + 32/w | 8/w |
-| where the ids of each word start | 24/w | 24/w |
-| `emit`: ids | 16/w + 4t/w | 4t/w |
-
-With words of 4.5 bytes and one token each it is 44, so 5 GB of text a second need 220 GB/s.
-Triton's interpreter runs all of it on CPU tensors, for tests.
+For each byte of text about 44 bytes move through memory, with words of 4.5 bytes and one token
+each: 5 GB of text a second need 220 GB/s. Triton's interpreter runs all of it on CPU tensors, for
+tests.
 """
 
 from __future__ import annotations

@@ -278,7 +278,6 @@ class StoredDatasets(Datasets):
             self._store.write(f"{name}/{file}", (self.folder / name / file).read_bytes())
 
     def names(self) -> list[str]:
-        """The names of the finished datasets, the one made last first."""
         folders = (name for name in self._store.folders() if not name.startswith("."))
         manifests = {name: self._store.find(f"{name}/{storage.MANIFEST}") for name in folders}
         made = {name: found.modified for name, found in manifests.items() if found is not None}
@@ -290,7 +289,6 @@ class StoredDatasets(Datasets):
         super().point_latest(name)
 
     def newest(self) -> str:
-        """The name of the dataset that was asked for last. Raises `DataError` if there is none."""
         try:
             return self._store.read(LATEST)[0].decode().strip()
         except ObjectMissingError:

@@ -35,7 +35,6 @@ from infini_model.runtime.errors import DataError
 
 log = logging.getLogger(__name__)
 
-BYTES = 256
 # How Llama 3 splits text into the pieces inside which bytes are merged.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -182,17 +181,14 @@ class BPETokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The form of a conversation that is stated."""
         return self.stated.chat_template
 
     def chat(self, template: str | None = None) -> ChatTemplate:
-        """The form of a conversation: `template`, or the stated one, or else the plain one."""
         source = template or self.chat_template or PLAIN_TEMPLATE
         begin = "" if self.bos_token_id is None else self._spelling(self.bos_token_id)
         return ChatTemplate(source, self.special_tokens(), begin, self._spelling(self.eos_token_id))
 
     def state_chat(self, template: ChatTemplate) -> None:
-        """State from now on that conversations have this form."""
         self.stated = replace(self.stated, chat_template=template.jinja)
 
     @cached_property
@@ -279,7 +275,6 @@ class BPETokenizer:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files that `save` writes."""
         return (TOKENIZER_FILE, *self.stated.files)
 
     def save(self, folder: Path) -> None:
@@ -351,14 +346,11 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
     """Train a byte-level BPE with the Llama-3 pattern and `<|end_of_text|>` on batches of texts.
 
     The result depends on the documents as a multiset and on `vocab_size`. A small corpus may give
-    fewer entries. Words of more than `LONGEST_WORD` characters are cut, with a warning. Raises
-    `DataError` if `vocab_size` is too small for the bytes.
+    fewer entries. Words of more than `LONGEST_WORD` characters are cut, with a warning.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Reference
 
-    if vocab_size < BYTES + 1:
-        raise DataError(f"data.tokenizer.vocab_size: got {vocab_size}: takes {BYTES + 1} or more")
     model = Reference(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

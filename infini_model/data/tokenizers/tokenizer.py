@@ -153,14 +153,12 @@ class ByteTokenizer:
     chat_template: str | None = None
 
     def chat(self, template: str | None = None) -> ChatTemplate:
-        """The form of a conversation: `template`, or else the plain one."""
         return ChatTemplate(template or PLAIN_TEMPLATE)
 
     def state_chat(self, template: ChatTemplate) -> None:
         """Do nothing: no file states it."""
 
     def encode_batch(self, texts: Texts) -> Ragged:
-        """The bytes of each document as ids."""
         offsets, data = string_buffers(as_array(texts))
         wide = offsets.astype(np.int64)
         return Ragged(data[wide[0] : wide[-1]], wide - wide[0])
@@ -171,11 +169,9 @@ class ByteTokenizer:
         return values.replace(b"\xff", b"<|end_of_text|>").decode("utf-8", "replace")
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
-        """Whether `ids` are the bytes of `text`."""
         return np.array_equal(np.frombuffer(text, np.uint8), ids)
 
     def reference(self) -> Self:
-        """Itself."""
         return self
 
     def save(self, folder: Path) -> None:

@@ -155,7 +155,7 @@ def dataset_tokenizer(
     Any process that makes a partition loads it from those that are `kept`, and puts it on its
     device. `train` trains it once for datasets of this name and vocabulary size;
     `tokenizer.retrain` trains it on the files that there are now. Raises `DataError` as
-    `load_tokenizer` and `train_tokenizer` do, `DeviceError` for a GPU that does not exist.
+    `load_tokenizer` does, `DeviceError` for a GPU that does not exist.
     """
     asked = config.tokenizer
     if config.engine == "local":

@@ -207,7 +207,7 @@ def _resumed(changes: list[Mapping[str, Any]]) -> Config:
 
 
 def _branched(branch_of: str, changes: list[Mapping[str, Any]]) -> Config:
-    """The settings of a branch, `NAME` or `NAME@STEP`, with `changes` applied over them."""
+    """Resolve a branch of `NAME` or `NAME@STEP`, with `changes` applied over its settings."""
     match = BRANCH.fullmatch(branch_of)
     if match is None:
         raise ConfigError(f"{_title('branch_of')}: got {branch_of!r}: takes RUN or RUN@STEP")
@@ -219,7 +219,7 @@ def _branched(branch_of: str, changes: list[Mapping[str, Any]]) -> Config:
 def _find_run(
     parameter: str, name: str | None, changes: list[Mapping[str, Any]]
 ) -> tuple[Path, Tree]:
-    """The folder of a run, by default that of `run.name`, and the settings of its places."""
+    """Find the folder of a run, by default that of `run.name`, and the settings of its places."""
     asked = load_config(overrides=[{"run": change["run"]} for change in changes if "run" in change])
     # `latest` is a link to the run.
     refresh_runs(asked.run.runs_dir, asked.run.store)

@@ -192,7 +192,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
 def to_branch(
     places: RunConfig, name: str, step: int | None, overrides: Sequence[str]
 ) -> tuple[str, Invocation]:
-    """The parent and step of a branch of the run `name`, and how to train it by `pipeline`.
+    """Return what a branch of the run `name` is of, and how to train it by `pipeline`.
 
     Raises `UserError` if there is no such run or checkpoint, `ConfigError` if an override is wrong.
     """
@@ -206,7 +206,7 @@ def to_branch(
 
 
 def _typed(places: RunConfig, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The overrides as one tree, with the places of the run. Raises `ConfigError`."""
+    """Merge the overrides into a tree with the places of the run. Raises `ConfigError`."""
     where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
     typed = [parse_override(text) for text in overrides]
     check_typed(typed)

@@ -4,7 +4,7 @@ Runs and the last datasets of each name refer to datasets; these, and builds tha
 were registered within a week, to partitions and listings; listings to downloads and screened texts.
 Of the runs that are finished, only checkpoints go.
 
-What goes is renamed to a temporary name, under the locks of those who might begin to use it, and
+What is removed is renamed to a temporary name, under the locks of those who might begin to use it, and
 only then deleted. So nobody ever sees half a dataset, and builds, downloads and other cleanings at
 the same time do no harm.
 """
@@ -52,7 +52,7 @@ class Garbage(NamedTuple):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many there are of each kind."""
+        """Count those of each kind."""
         return Counter(self.kinds.values())
 
 
@@ -197,7 +197,7 @@ def _old_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _is_older(path: Path, seconds: float) -> bool:
-    """Whether a file, or all files of a folder, were written longer ago; False if it is gone.
+    """Return whether all files of a folder, or a file, are older; False if it is gone.
 
     A folder's own time counts only if it is empty, since it changes while the folder is deleted.
     """

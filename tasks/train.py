@@ -64,7 +64,7 @@ def outcome(run_dir: Path) -> str:
 
 
 def newest_step(run_dir: Path) -> str:
-    """The newest step of a training, in short; empty without one, as on all machines but one."""
+    """Describe the newest step of a training; empty without one, as on all machines but one."""
     newest = read_newest(run_dir, "step", "train/loss", "train/tokens_per_second")
     if "train/loss" not in newest:
         return ""

@@ -262,7 +262,7 @@ def differences(
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What distinguishes the settings `one` from those recorded, `other`: the first leaf."""
+    """Describe the first leaf in which the settings `one` differ from those recorded, `other`."""
     key, value, recorded = next(differences(one, other))
     return f"{key} is {recorded!r}, not {value!r}"
 

@@ -257,7 +257,7 @@ def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
 
 
 def _parent(run_dir: Path) -> list[tuple[str, str]]:
-    """A row for the run and the step from which a branch began, of a branch."""
+    """Make a row of the run and the step from which a branch began, if it is one."""
     record = read_run(run_dir) if is_started(run_dir) else None
     if record is None or record.parent is None:
         return []

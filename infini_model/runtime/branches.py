@@ -40,7 +40,7 @@ SHARED = {"model": {*ModelConfig.model_fields}, "training": {"objective", "lora"
 def branch_config(
     run_dir: Path, step: int | None, overrides: Sequence[Mapping[str, Any]] = ()
 ) -> Config:
-    """Settings of a branch of a run: the run's own with its dataset, then `overrides`.
+    """Return the settings of a branch of a run: the run's own with its dataset, then `overrides`.
 
     It begins from the checkpoint of `step`, or the newest. Documents among the overrides replace
     the dataset. Raises `DataError` if `run_dir` is not a run folder, `ConfigError` if an override
@@ -61,7 +61,7 @@ def branch_config(
 
 
 def parent_of(config: Config) -> tuple[Path, int | None]:
-    """The folder of the run that `training.branch_of` names, and the step if it names one."""
+    """Return the folder of the run in `training.branch_of`, and the step if one is named."""
     match = BRANCH.fullmatch(str(config.training.branch_of))
     assert match is not None  # noqa: S101 - it was validated
     return config.run.runs_dir / match[1], None if match[2] is None else int(match[2])
@@ -73,7 +73,7 @@ def is_of_parent(saved: Mapping[str, Any], config: Config) -> bool:
 
 
 def find_step(config: Config) -> int:
-    """The step from which a branch of these settings would begin.
+    """Return the step from which a branch of these settings would begin.
 
     Raises `ConfigError` if there is no such run, or if the branch would end before it begins;
     `CheckpointError` if the run has no such checkpoint.

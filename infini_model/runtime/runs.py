@@ -156,7 +156,7 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def settings_of_run(run_dir: Path) -> list[dict[str, Any]]:
-    """The settings of a run as trees to lay over one another: recorded ones, then its places here.
+    """Return the settings of a run as trees, each laid over the last: recorded, its places here.
 
     Raises `DataError` if `run_dir` is not a run folder.
     """
@@ -169,7 +169,7 @@ def settings_of_run(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def name_prefix(config: Config) -> str:
-    """The beginning of the name of a run that the user does not name."""
+    """Return the beginning of the name of a run that the user does not name."""
     if (branch_of := config.training.branch_of) is not None:
         return f"{branch_of.partition('@')[0]}-branch"
     return config.run.preset or "run"

@@ -146,7 +146,7 @@ def await_owner(run_dir: Path, store: str | None) -> None:
 
 
 def saved_steps(run_dir: Path, store: str | None) -> set[int]:
-    """The steps of a run's complete checkpoints, here or in the store. Raises as `ObjectStore`."""
+    """Return the steps of a run's complete checkpoints. Raises as `ObjectStore` does."""
     there = set[int]() if store is None else _stored_steps(_store_of(run_dir, store))
     return local_steps(run_dir) | there
 

@@ -19,7 +19,7 @@ WEIGHING = {"weights", "max_epochs"}
 def begin_state(
     parent: TrainerState, config: Config, manifest: Manifest, windows: Windows
 ) -> TrainerState:
-    """The state in which a branch begins, of that of its parent.
+    """Make the state in which a branch begins of that of its parent.
 
     With the same dataset, seed and windows every source is read on from where it was, also under
     other weights; otherwise the data is read from its beginning. `config.training.precision` is

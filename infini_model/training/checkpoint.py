@@ -83,7 +83,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> TrainerState:
-        """A state from its JSON, without the keys unknown here."""
+        """Make a state of its JSON, without the keys unknown here."""
         known = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree}
         origin = known.pop("origin", None)
         return cls(**known, origin=None if origin is None else Origin(**origin))

@@ -77,7 +77,7 @@ def learning_rate_share(step: int, config: TrainingConfig) -> float:
 
 
 def _decay_steps(config: TrainingConfig) -> int:
-    """Steps in which the learning rate decays; 0 if it does not."""
+    """Count the steps in which the learning rate decays; 0 if it does not."""
     if config.decay_steps is not None or config.schedule == "constant":
         return config.decay_steps or 0
     rest = max(0, config.total_steps - config.warmup_steps)

@@ -118,7 +118,7 @@ class TrainingSetup:
         return {"name": self.manifest.name, "key": self.manifest.key, "path": path}
 
     def windows_by(self, step: int) -> int:
-        """Windows read when `step` steps are taken, without batches that are yet to be skipped."""
+        """Count the windows read when `step` steps are taken, unless more batches are skipped."""
         taken, read = (0, 0) if self.start is None else (self.start.step, self.start.windows_read)
         return read + (step - taken) * self.plan.global_batch
 

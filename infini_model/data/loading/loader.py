@@ -120,7 +120,7 @@ def make_phases(
 
 
 def read_by_source(phases: Sequence[Phase], windows_read: int) -> list[list[int]]:
-    """The positions of each source of each phase after `windows_read` windows, [phases][sources].
+    """Count the positions of each source in each phase, [phases][sources], at `windows_read`.
 
     Those that a branch has from its parent are among them.
     """

@@ -68,7 +68,7 @@ class Mixture:
         return windows
 
     def read_in(self, positions: int) -> list[int]:
-        """The positions of each source among the first `positions` and those taken before."""
+        """Count the positions of each source among the first `positions` and those taken before."""
         read, left = list(self.taken) or [0] * len(self.shares), np.array([positions])
         for source, share, total in self._divisions():
             others = _others(left, share, total)

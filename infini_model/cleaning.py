@@ -4,7 +4,7 @@ Runs and the last datasets of each name refer to datasets; these, and builds tha
 were registered within a week, to partitions and listings; listings to downloads and screened texts.
 Of the runs that are finished, only checkpoints go.
 
-What is removed is renamed to a temporary name, under the locks of those who might begin to use it, and
+What is removed gets a temporary name, under the locks of those who might begin to use it, and is
 only then deleted. So nobody ever sees half a dataset, and builds, downloads and other cleanings at
 the same time do no harm.
 """

@@ -294,7 +294,7 @@ def test_what_the_cluster_cannot_give_is_one_line(
     monkeypatch.setattr(on_nodes, "PATIENCE_SECONDS", 0.0)
     state = tmp_path / "checkpoints" / "step-20" / "state.json"
     state.parent.mkdir(parents=True)
-    state.write_text('{"global_batch": 8}')
+    state.write_text('{"global_batch": 8, "config": {"training": {}}}')
     where = f"the Ray cluster at {cluster.address}"
     refusals = {
         "nodes=5-6": f"nodes: got 5-6: {where} has 3 with 1 CPU each",

@@ -268,6 +268,11 @@ def resolve(
         origin = (start and start.origin) or Origin()
         left = config.training.epochs * len(windows("train")) - origin.windows_read
         steps = origin.step + math.ceil(left / plan.global_batch)
+        if start is not None and branches and steps <= start.step:
+            raise ConfigError(
+                f"training.epochs: {config.training.epochs:g} end by step {max(0, steps)}, and the "
+                f"branch begins at step {start.step}; set more"
+            )
         config = config.updated(training={"max_steps": steps, "epochs": None})
     return plan.applied_to(config), windows, plan, start
 

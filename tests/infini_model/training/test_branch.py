@@ -115,6 +115,11 @@ def test_epochs_are_those_of_the_whole_training(run, parent, dataset):
     branch = run(config)
     windows = len(open_windows(dataset, "train", config.packing, config.model.segment_length))
     assert read_run(branch).max_steps == -(-windows // 16)
+    few = branch_config(parent, None, [{"training": {"epochs": 0.001}}])
+    with pytest.raises(
+        ConfigError, match=r"epochs: 0\.001 end by step \d, and the branch begins at"
+    ):
+        run(few)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,10 @@ CASES: dict[str, Tree] = {
         "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
         "training": {"batch_size": 1},
     },
+    "muon": {
+        "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
+        "training": {"batch_size": 1, "optimizer": "muon"},
+    },
 }
 
 
@@ -97,7 +101,7 @@ def peak_of_step(config: Config) -> int:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                if step == 0:  # it makes AdamW's moments
+                if step == 0:  # it makes the moments
                     tracker.reset_mod_stats()
     peak: dict[str, int] = tracker.get_tracker_snapshot("peak")[CPU]
     return peak["Total"]

@@ -78,8 +78,12 @@ class TrainingConfig(Section):
     gradient_accumulation_steps × processes."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches accumulated per optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon (Liu et al., arXiv 2502.16982), which makes the steps of the layers' matrices
+    orthogonal, keeps one moment of them where AdamW keeps two, and leaves the rest to AdamW. Rates
+    and weight decay mean the same."""
     learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     memory_learning_rate: PositiveFloat = 1e-2
     """Peak learning rate of the memory's own parameters: weights, gates, shifts."""
     min_learning_rate_ratio: Fraction = 0.1
@@ -94,7 +98,7 @@ class TrainingConfig(Section):
     """Last optimizer steps of the training, in which the learning rate decays; null (default) is
     all after the warm-up, with wsd a fifth of the training."""
     weight_decay: NonNegativeFloat = 0.1
-    """AdamW's weight decay, applied to matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     adam_beta1: Beta = 0.9
     """AdamW's beta1."""
     adam_beta2: Beta = 0.95
@@ -109,8 +113,8 @@ class TrainingConfig(Section):
     Weights and optimizer state stay in float32."""
     branch_of: Annotated[str, takes("RUN or RUN@STEP", BRANCH.fullmatch)] | None = None
     """Run of this output folder whose newest checkpoint, or that of STEP, the run begins from: with
-    its weights, AdamW's moments and its position in the data. infini branch sets it; null (default)
-    begins anew."""
+    its weights, the optimizer's state and its position in the data. infini branch sets it; null
+    (default) begins anew."""
     lora: LoraConfig | None = None
     """Trains low-rank adapters, in peft's format, beside the frozen model.initial_weights; null
     (default) trains all weights."""
@@ -125,6 +129,8 @@ class TrainingConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None):
             yield "takes exactly one of max_steps and epochs"
+        if self.lora is not None and self.optimizer == "muon":
+            yield "optimizer muon trains whole matrices; with lora set it to adamw"
         if self.decay_steps is not None:
             if self.schedule == "constant":
                 yield "decay_steps needs another schedule; constant does not decay"

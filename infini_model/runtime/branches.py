@@ -33,8 +33,9 @@ from infini_model.runtime.storage import (
 )
 from infini_model.runtime.stored_runs import fetch_checkpoint, saved_steps
 
-# What a branch has in common with its parent: to another model its tensors mean nothing.
-SHARED = {"model": {*ModelConfig.model_fields}, "training": {"objective", "lora"}}
+# What a branch has in common with its parent: to another model, or optimizer, its tensors mean
+# nothing.
+SHARED = {"model": {*ModelConfig.model_fields}, "training": {"objective", "lora", "optimizer"}}
 
 
 def branch_config(
@@ -44,7 +45,7 @@ def branch_config(
 
     It begins from the checkpoint of `step`, or the newest. Documents among the overrides replace
     the dataset. Raises `DataError` if `run_dir` is not a run folder, `ConfigError` if an override
-    is invalid or changes the model.
+    is invalid or changes the model or the optimizer.
     """
     at = "" if step is None else f"@{step}"
     anew = {"run": {"name": None, "chosen_for": None}}
@@ -56,7 +57,9 @@ def branch_config(
     own = read_run_config(run_dir)
     now, then = (each.model_dump(mode="json", include=SHARED) for each in (config, own))
     if now != then:
-        raise ConfigError(f"a branch has the model of its parent ({difference(now, then)})")
+        raise ConfigError(
+            f"a branch has the model and the optimizer of its parent ({difference(now, then)})"
+        )
     return config
 
 

@@ -2,10 +2,9 @@
 
 `<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
 from_pretrained` and, without memory, `transformers` open; with LoRA an adapter that `peft` opens),
-`optimizer.safetensors` (AdamW's moments by parameter name), `generators.safetensors` (random
-states, a row per rank), `state.json` (`TrainerState`) and `manifest.json` (the SHA-256 of all these
-files). Tensors are stored whole, however they were sharded; frozen ones are not stored. Nothing is
-pickled.
+`optimizer.safetensors` (the moments by parameter name), `generators.safetensors` (random states, a
+row per rank), `state.json` (`TrainerState`) and `manifest.json` (the SHA-256 of all these files).
+Tensors are stored whole, however they were sharded; frozen ones are not stored. Nothing is pickled.
 
 The training pauses only while tensors are copied to host memory; a thread writes the copy to disk.
 There is one copy and at most one checkpoint in progress: the next one waits for it.
@@ -110,7 +109,7 @@ class Snapshot:
     Attributes:
         config: The model's configuration.
         parameters: Those that are trained, by name, without the output layer if it is tied.
-        moments: AdamW's state as `parameter name/exp_avg` and so on.
+        moments: The optimizer's state as `parameter name/exp_avg` and so on.
         generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
     """
 
@@ -172,7 +171,7 @@ class HostCopy:
 
 
 def _tensors(model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint by name: what is trained, then AdamW's moments of each."""
+    """The tensors of a checkpoint by name: what is trained, then the moments of each."""
     trained = {file_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     yield from trained.items()
     for name, parameter in trained.items():

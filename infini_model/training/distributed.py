@@ -93,12 +93,13 @@ class World:
         size = self.broadcast_tensor(lambda: torch.tensor([len(content)]), torch.empty(1).long())
         return _as_bytes(self.broadcast_tensor(lambda: content, content.new_empty(int(size))))
 
-    def broadcast_tensor(self, read: Callable[[], Tensor], like: Tensor) -> Tensor:
+    def broadcast_tensor(self, read: Callable[[], Tensor], like: Tensor, source: int = 0) -> Tensor:
         """As `broadcast`, of a tensor of `like`'s shape and dtype, on this rank's device."""
         if self.size == 1:
             return read()
-        shared = read().to(self.device) if self.is_main else torch.empty_like(like).to(self.device)
-        dist.broadcast(shared, src=0)
+        is_source = self.rank == source
+        shared = (read() if is_source else torch.empty_like(like)).to(self.device)
+        dist.broadcast(shared, src=source)
         return shared
 
     def barrier(self) -> None:

@@ -83,7 +83,7 @@ class MemoryEstimate:
     Attributes:
         weights: The parameters; under FSDP this process's shards.
         gradients: Of the trained parameters, float32.
-        moments: AdamW's two, float32.
+        moments: AdamW's two, or the one of Muon's matrices, float32.
         activations: What the fullest moment of a step takes besides those: what is kept for the
             backward pass, logits, weights in 16 bits, and what FSDP has gathered.
     """
@@ -111,20 +111,25 @@ def gib(size: int) -> str:
 
 
 class _Parameters(NamedTuple):
-    """Bytes of a layer, of what is outside the layers, of all, and of each trained tensor."""
+    """Bytes of a layer, of what is outside the layers, of all, and of each trained tensor.
+
+    `moments` are those of each tensor that the optimizer keeps.
+    """
 
     layer: int
     root: int
     all: int
     trained: Sequence[int]
+    moments: Sequence[int]
 
 
 @functools.cache
-def _parameters(model: ModelConfig, lora: LoraConfig | None) -> _Parameters:
+def _parameters(model: ModelConfig, lora: LoraConfig | None, optimizer: str) -> _Parameters:
     import torch
     from torch.overrides import TorchFunctionMode
 
     from infini_model.model.llama import InfiniLlama
+    from infini_model.training.optimizer import group_of
 
     class Undrawn(TorchFunctionMode):
         """Draws no weights: on the meta device PyTorch would load its compiler, in seconds."""
@@ -140,8 +145,18 @@ def _parameters(model: ModelConfig, lora: LoraConfig | None) -> _Parameters:
         whole = InfiniLlama(model, lora=lora)
     everything = sum(p.nbytes for p in whole.parameters())
     layer = sum(p.nbytes for p in whole.model.layers[0].parameters())
-    trained = [p.nbytes for p in whole.parameters() if p.requires_grad]
-    return _Parameters(layer, everything - model.num_hidden_layers * layer, everything, trained)
+    root = everything - model.num_hidden_layers * layer
+    trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+    moments = list[int]()
+    for name, parameter in trained.items():
+        has_one = optimizer == "muon" and group_of(name, parameter) == "layers"
+        moments += [parameter.nbytes] * (1 if has_one else 2)
+    sizes = [parameter.nbytes for parameter in trained.values()]
+    return _Parameters(layer, root, everything, sizes, moments)
+
+
+def _parameters_of(config: Config) -> _Parameters:
+    return _parameters(config.model, config.training.lora, config.training.optimizer)
 
 
 def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEstimate:
@@ -151,9 +166,9 @@ def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEst
     `infini_model.training.model_shape`). What Python, libraries, the CUDA context and fragmentation
     take comes on top.
     """
-    parameters = _parameters(config.model, config.training.lora)
+    parameters = _parameters_of(config)
     shards = processes if config.launch.strategy == "fsdp" else 1
-    gradients = sum(parameters.trained) // shards
+    gradients, moments = sum(parameters.trained) // shards, sum(parameters.moments) // shards
     taken = _activations(config, parameters, device)
     if shards > 1:
         # Two layers and all that is outside them, of which half has a gradient to be reduced.
@@ -161,7 +176,7 @@ def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEst
     elif processes == 1 and config.training.gradient_accumulation_steps == 1:
         # The gradients come while the activations go.
         taken = max(0, taken - gradients)
-    return MemoryEstimate(parameters.all // shards, gradients, 2 * gradients, taken)
+    return MemoryEstimate(parameters.all // shards, gradients, moments, taken)
 
 
 def _activations(config: Config, parameters: _Parameters, device: Device) -> int:
@@ -218,11 +233,12 @@ class Need:
     def of(cls, config: Config, machine: Machine) -> Need:
         """The need of a training whose `config.model` is that of the model itself."""
         process = estimate_memory(config, machine.processes, machine.device)
-        trained = _parameters(config.model, config.training.lora).trained
+        parameters = _parameters_of(config)
+        copied = [*parameters.trained, *parameters.moments]
         if machine.device == "cuda":
             # The copy is page-locked, and PyTorch rounds each of its tensors up to a power of two.
-            trained = [1 << (size - 1).bit_length() for size in trained]
-        return cls(process, 3 * sum(trained) * machine.is_first, machine)
+            copied = [1 << (size - 1).bit_length() for size in copied]
+        return cls(process, sum(copied) * machine.is_first, machine)
 
     @property
     def main(self) -> int:

@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and the learning-rate schedule.
+"""The optimizer, its parameter groups, and the learning-rate schedule.
 
 Weights and moments are float32 on every device; on CUDA the matrix products run in bfloat16 under
 autocast, so the parameters themselves are the master weights.
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from infini_model.config import TrainingConfig
 from infini_model.model.memory import MEMORY_PARAMETERS
+from infini_model.training.distributed import World
+from infini_model.training.muon import Muon
 
 
-def _group_of(name: str, parameter: nn.Parameter) -> str:
-    """The group of a parameter.
+def group_of(name: str, parameter: nn.Parameter) -> str:
+    """The group of a parameter; `layers` are the matrices of the decoder layers.
 
     Weight decay applies to matrices, but not to norms or embeddings: a rare token's row would
     shrink between its few gradients. Nor does it to the memory's own parameters, which have their
@@ -27,35 +29,44 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
         return "memory"
     if parameter.ndim < 2 or "embed_tokens" in name:
         return "no decay"
-    return "decay"
+    return "layers" if ".layers." in name else "decay"
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over the groups `decay`, `no decay` and `memory` of the parameters that are trained.
+def make_optimizer(
+    model: nn.Module, config: TrainingConfig, world: World | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that are trained, in groups that keep their `peak` rates.
 
-    Each group keeps its `peak` rate.
+    Muon takes the group `layers`, AdamW the groups `decay`, `no decay` and `memory`, or all.
+    `world` are the ranks that train together, by default this process alone.
     """
-    members: dict[str, list[nn.Parameter]] = {"decay": [], "no decay": [], "memory": []}
+    names = ("layers", "decay", "no decay", "memory")
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            members[_group_of(name, parameter)].append(parameter)
+            members[group_of(name, parameter)].append(parameter)
     groups = [
         {
             "name": name,
             "params": parameters,
-            "weight_decay": config.weight_decay if name == "decay" else 0.0,
+            "weight_decay": config.weight_decay if name in ("layers", "decay") else 0.0,
             "peak": config.memory_learning_rate if name == "memory" else config.learning_rate,
         }
         for name, parameters in members.items()
         if parameters
     ]
-    return torch.optim.AdamW(
+    matrices = groups.pop(0) if config.optimizer == "muon" else None
+    adamw = torch.optim.AdamW(
         groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )
+    if matrices is None:
+        return adamw
+    device = adamw.param_groups[0]["params"][0].device
+    return Muon(matrices, adamw, world or World(0, 1, device))
 
 
 def learning_rate_share(step: int, config: TrainingConfig) -> float:

@@ -235,6 +235,17 @@ def shard_from_rank0(read: Callable[[], Tensor], like: Tensor, world: World) -> 
     return distribute_tensor(tensor, mesh, like.placements)
 
 
+def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of a tensor that every rank has: a part of it if `like` is sharded."""
+    if not _is_dtensor(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    like = cast("DTensor", like)
+    shard = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return shard.to_local()
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """`tensor`, gathered from its shards if it is sharded; then call it on all ranks."""
     return cast("DTensor", tensor).full_tensor() if _is_dtensor(tensor) else tensor

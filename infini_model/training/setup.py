@@ -359,7 +359,7 @@ def _model_and_optimizer(
         if config.training.lora is not None:
             check_frozen(weights, config)
     module = build_module(config, make_objective(config), folder, world, adapter)
-    optimizer = make_optimizer(module.model, config.training)
+    optimizer = make_optimizer(module.model, config.training, world)
     if checkpoint is not None:
         load_optimizer(checkpoint, module.model, optimizer, world)
         load_generators(checkpoint, world)

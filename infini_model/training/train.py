@@ -2,9 +2,9 @@
 
 The loss of a step is the sum of all token losses of the global batch divided by the number of
 targets, so it does not depend on how the batch is split into processes and micro-batches. A run
-that is interrupted and resumed takes bit-identical steps: its state is the weights, AdamW's
-moments, the step and the number of windows seen. Checkpoints are written in the background; no
-rank exits before the last one is on disk.
+that is interrupted and resumed takes bit-identical steps: its state is the weights, the optimizer's
+moments, the step and the number of windows seen. Checkpoints are written in the background; no rank
+exits before the last one is on disk.
 
 On a GPU the loop does not wait for the step being computed: what a step found is read one step
 late, but for a step that is followed by a validation, a checkpoint or the end, and at once with
@@ -204,7 +204,7 @@ class Trainer:
         self._callbacks.call(Callback.before_collective)
         loss = self.world.sum(sums)[0] / targets.clamp(min=1)
 
-        # Every rank has the same numbers. Fused AdamW takes no step where `found_inf` is 1.
+        # Every rank has the same numbers. Either optimizer takes no step where `found_inf` is 1.
         self._failed |= ~loss.isfinite() | (~norm.isfinite() & ~overflowed)
         self.optimizer.found_inf = (self._failed | overflowed).float()  # type: ignore[attr-defined]
         # By its norm, the gradients of a failed step would become NaN all over; by 0 they stay.

@@ -31,6 +31,7 @@ TINY = {
     "memory_estimate": "--only activations",
     "memory_gain": f"--forms window 'gated delta + window' --seeds 0 --steps 2 {KEPT} {SMALL}",
     "objectives": "--turns 1",
+    "optimizers": f"--rates 1e-3 --seeds 0 1 --steps 2 {KEPT} {SMALL}",
     "passkey": "--steps 2 --trials 1 --seeds 5",
     "recall": "--steps 2 --batches 1 --seeds 5 --only linear --results {folder}/results.jsonl",
     "scale": "--largest 10000 --turns 1",

@@ -187,7 +187,9 @@ def test_a_branch_has_the_settings_of_its_parent_but_for_those_given(
     # Documents take the place of its dataset, under the name that pins its tokenizer.
     other = resolve("quickstart", branch_of="mine", steps=99, documents=["/texts/*.txt"])
     assert (other.data.folder, other.data.name) == (None, begun.data.name)
-    with pytest.raises(ConfigError, match=r"has the model of its parent \(model\.memory is 'res"):
+    with pytest.raises(
+        ConfigError, match=r"has the model and the optimizer of its parent \(model\.memory is 'res"
+    ):
         resolve("quickstart", {"model": {"memory": "none"}}, branch_of="mine")
 
 

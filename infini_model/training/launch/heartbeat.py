@@ -5,8 +5,9 @@ allowed until the next one. The launcher polls these files and measures silence 
 only, so neither clock skew nor suspending the whole machine causes a false alarm.
 
 If one rank hangs, the others wait for it. So each also notes how far it has come within its step
-before it may have to wait: the rank that is behind the others is named. Within a backward pass, and
-under FSDP within a forward pass, the ranks wait where none can note it, and no rank is named.
+before it may have to wait: the rank that is behind the others is named. Within a backward pass,
+under FSDP within a forward pass, and with Muon within the optimizer's step, the ranks wait where
+none can note it, and no rank is named.
 """
 
 from __future__ import annotations

@@ -127,7 +127,12 @@ def test_epochs_are_those_of_the_whole_training(run, parent, dataset):
     [
         (5, {}, r"branch_of: stable has no checkpoint of step 5; it has: 4, 8$"),
         (None, {"max_steps": 8}, r"max_steps: is 8, and the branch begins at step 8; set a larger"),
-        (None, {"objective": "block_diffusion"}, r"has the model of its parent \(training\.obj"),
+        (
+            None,
+            {"objective": "block_diffusion"},
+            r"and the optimizer of its parent \(training\.obj",
+        ),
+        (None, {"optimizer": "muon"}, r"\(training\.optimizer is 'adamw', not 'muon'\)$"),
     ],
 )
 def test_what_cannot_begin_is_refused_in_one_line(parent, step, change, complaint):

@@ -28,8 +28,9 @@ ONE = replace(EIGHT, processes=1, local=1)
 DESKTOP = Machine("cpu", 1, 1, True, 0, 16 * GIB)
 
 
-def test_the_estimate_is_the_counted_peak_of_a_step() -> None:
-    config = configured("activations")
+@pytest.mark.parametrize("case", ["activations", "muon"])
+def test_the_estimate_is_the_counted_peak_of_a_step(case: str) -> None:
+    config = configured(case)
     found = estimate_memory(config, 1, "cpu").total
     assert found == pytest.approx(peak_of_step(config), rel=TOLERANCE)
 

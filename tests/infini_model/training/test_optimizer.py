@@ -11,10 +11,15 @@ from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.training.optimizer import learning_rate_share, make_optimizer, set_learning_rate
 
 
-def test_every_parameter_has_one_rate_and_only_matrices_decay():
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_has_one_rate_and_only_matrices_decay(optimizer):
     model = tiny_model()
     config = TrainingConfig(
-        weight_decay=0.3, learning_rate=1e-3, memory_learning_rate=1e-2, warmup_steps=4
+        optimizer=optimizer,
+        weight_decay=0.3,
+        learning_rate=1e-3,
+        memory_learning_rate=1e-2,
+        warmup_steps=4,
     )
     optimizer = make_optimizer(model, config)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -24,14 +29,15 @@ def test_every_parameter_has_one_rate_and_only_matrices_decay():
     # The weight, both gates and the key shift of two layers.
     assert len(grouped["memory"]) == 8
     assert "lm_head.weight" in grouped["decay"]
-    assert "model.layers.0.mlp.gate_proj.weight" in grouped["decay"]
+    assert "model.layers.0.mlp.gate_proj.weight" in grouped["layers"]
     assert "model.embed_tokens.weight" in grouped["no decay"]
     assert "model.norm.weight" in grouped["no decay"]
     decays = {g["name"]: g["weight_decay"] for g in optimizer.param_groups}
-    assert decays == {"decay": 0.3, "no decay": 0.0, "memory": 0.0}
+    assert decays == {"layers": 0.3, "decay": 0.3, "no decay": 0.0, "memory": 0.0}
     assert set_learning_rate(optimizer, 2, config) == pytest.approx(5e-4)
     rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rates == pytest.approx({"decay": 5e-4, "no decay": 5e-4, "memory": 5e-3})
+    expected = {"layers": 5e-4, "decay": 5e-4, "no decay": 5e-4, "memory": 5e-3}
+    assert rates == pytest.approx(expected)
 
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")

@@ -52,6 +52,14 @@ KINDS = {
     "one segment": Kind("ddp", ONE_SEGMENT | RECOMPUTED),
     "one segment, tied": Kind("fsdp", ONE_SEGMENT | {"model": {"tie_word_embeddings": True}}),
     "documents": Kind("ddp", {"packing": {"mode": "document"}}),
+    # Its products in bfloat16 round a difference up.
+    "Muon": Kind("ddp", {"training": {"optimizer": "muon"}}, rounding=1e-3),
+    # With rows that two ranks cannot divide evenly.
+    "Muon of shards": Kind(
+        "fsdp",
+        {"training": {"optimizer": "muon"}, "model": {"intermediate_size": 33}},
+        rounding=1e-3,
+    ),
     "fp16": Kind("fsdp", {"training": {"precision": "fp16"}} | RECOMPUTED, rounding=2e-3),
     "masked diffusion of answers": Kind(
         "fsdp",

@@ -267,11 +267,13 @@ def tensors(run_dir, step):
     return [(folder / n).read_bytes() for n in ("model/model.safetensors", "optimizer.safetensors")]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_fp16_skips_overflows_halves_its_scale_and_resumes_to_the_same_bits(
-    dataset, make_config, tmp_path
+    dataset, make_config, tmp_path, optimizer
 ):
     config = make_config(
-        training={"precision": "fp16"}, checkpoint={"save_steps": 1, "save_total_limit": 12}
+        training={"precision": "fp16", "optimizer": optimizer},
+        checkpoint={"save_steps": 1, "save_total_limit": 12},
     )
     train(config, dataset, tmp_path / "fp16")
     large = cut_off(tmp_path / "fp16", 4, tmp_path / "large")
@@ -338,9 +340,9 @@ def undesired():
             "model": {"memory": "delta"},
             "packing": {"mode": "aligned"},
         },
-        {"model": {"memory": "residual"}},
+        {"model": {"memory": "residual"}, "training": {"optimizer": "muon"}},
     ],
-    ids=["causal", "block diffusion", "residual"],
+    ids=["causal", "block diffusion", "residual, muon"],
 )
 def test_no_operator_of_a_training_is_without_a_deterministic_form(
     sections, dataset, make_config, tmp_path

@@ -1,8 +1,6 @@
 """What `infini run` trains on a user's documents when neither a preset nor a file is named.
 
-The choice depends on how much text there is and on whether there is a GPU. It is recorded in
-`config.yaml`, with a key of what was typed: as long as a run of the same command is interrupted,
-the command keeps that run's choice and so resumes it, even where there are other GPUs by then.
+The choice depends on how much text there is and on whether there is a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +14,6 @@ from infini_model.config import Config, merge
 from infini_model.config.data import FilesSource
 from infini_model.data.sources.formats import format_of
 from infini_model.data.sources.listing import list_files
-from infini_model.runtime.errors import ConfigError, DataError
-from infini_model.runtime.runs import is_finished, read_run_config
-from infini_model.runtime.storage import content_key
 from infini_model.training.launch.devices import choose_gpus
 
 ON_A_GPU = "one-gpu"
@@ -32,12 +27,6 @@ SMALL_STEP, LARGE_STEP = 2 * 1024, 8 * 4096
 UNKNOWN_SIZE = 100 * MEGABYTE
 # Fewer may leave a split empty.
 FEW_DOCUMENTS = 20
-# What is chosen beside the preset.
-CHOSEN: dict[str, Any] = {
-    "data": {"tokenizer": {"spec", "vocab_size"}, "splits": True},
-    "model": {"vocab_size"},
-    "training": {"max_steps", "warmup_steps", "gradient_accumulation_steps"},
-}
 
 
 def configure_own_text(typed: Mapping[str, Any], config: Config) -> tuple[Invocation, list[str]]:
@@ -46,38 +35,13 @@ def configure_own_text(typed: Mapping[str, Any], config: Config) -> tuple[Invoca
     `config` is what `typed` means over the default preset. Raises `DeviceError` for a GPU that does
     not exist, `DataError` if a pattern matches no file, `ConfigError` as `configure` does.
     """
-    key = _key(typed)
-    if (run := _interrupted(config.run.runs_dir, key)) is not None:
-        preset, change = str(run.run.preset), run.model_dump(mode="json", include=CHOSEN)
-        lines = [f"--preset {preset}, as chosen for the interrupted run {run.run.name}"]
-    else:
-        preset, change, lines = _choose(config)
-    chosen = merge(merge(change, {"run": {"chosen_for": key}}), typed)
-    invocation = Invocation.of([preset], None, chosen)
+    preset, change, lines = _choose(config)
+    invocation = Invocation.of([preset], None, merge(change, typed))
     training, tokenizer = invocation.config.training, invocation.config.data.tokenizer
     length = f"{training.max_steps:,} steps" if training.max_steps else f"{training.epochs} epochs"
     spec = f"a BPE of {tokenizer.vocab_size:,}" if tokenizer.spec == "train" else tokenizer.spec
     lines[0] += f", {length}, tokenizer: {spec}; --preset NAME and settings choose otherwise"
     return invocation, lines
-
-
-def _key(typed: Mapping[str, Any]) -> str:
-    """A key of the typed settings that a run cannot be resumed without."""
-    decisive = {"data", "packing", "model", "training"}
-    return content_key({name: typed[name] for name in decisive & typed.keys()})[:12]
-
-
-def _interrupted(runs_dir: Path, key: str) -> Config | None:
-    """The settings of the newest run of this key that is not finished."""
-    found = (path for path in runs_dir.glob("*/config.yaml") if not path.parent.is_symlink())
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
-        try:
-            run = read_run_config(path.parent)
-        except (ConfigError, DataError):
-            continue
-        if run.run.chosen_for == key and not is_finished(path.parent):
-            return run
-    return None
 
 
 def _choose(config: Config) -> tuple[str, dict[str, Any], list[str]]:

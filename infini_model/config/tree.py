@@ -127,9 +127,6 @@ class RunConfig(Section):
     settings or numbers a new one after the preset."""
     preset: str | None = None
     """Presets the settings are based on, with hyphens between several."""
-    chosen_for: str | None = None
-    """Key of the typed settings for which infini run chose the preset; infini run sets it, so that
-    the same command resumes."""
     output_dir: SplitFolder = Path("outputs")
     """Folder for datasets/, runs/ and the tracking records; the default is outputs, or the
     environment variable INFINI_OUTPUT_DIR. An address (s3://, gs:// or az://) sets store, and a

@@ -48,8 +48,8 @@ def branch_config(
     is invalid or changes the model or the optimizer.
     """
     at = "" if step is None else f"@{step}"
-    anew = {"run": {"name": None, "chosen_for": None}}
-    branch: dict[str, Any] = anew | {"training": {"branch_of": f"{run_dir.name}{at}"}}
+    parent = f"{run_dir.name}{at}"
+    branch: dict[str, Any] = {"run": {"name": None}, "training": {"branch_of": parent}}
     data = functools.reduce(merge, overrides, dict[str, Any]()).get("data")
     if isinstance(data, Mapping) and not data.keys().isdisjoint({"source", "sources"}):
         branch["data"] = {"folder": None}

@@ -16,9 +16,7 @@ from flows.options import UNDERSCORES, configured
 from flows.parameters import invoked
 from flows.presets import Invocation, configure
 from infini_model.config import Config, FilesSource, load_config
-from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError, DataError
-from infini_model.runtime.runs import record_evaluation
 from infini_model.runtime.storage import point_latest
 
 COMMANDS = (
@@ -286,8 +284,8 @@ def test_settings_and_presets_that_are_named_count(texts: Path) -> None:
     assert ", 7 steps, tokenizer: bytes;" in line
     assert "3.0 epochs" in chosen("training.epochs=3")[1][0]
     named, lines = chosen("--preset", "debug")
-    assert (named.run.preset, named.run.chosen_for, lines) == ("debug", None, [])
-    assert invoke("train", "data.source.paths=texts/*.txt")[0].run.chosen_for is None
+    assert (named.run.preset, lines) == ("debug", [])
+    assert invoke("train", "data.source.paths=texts/*.txt")[1] == []
 
 
 def test_few_documents_are_told(texts: Path) -> None:
@@ -299,18 +297,3 @@ def test_few_documents_are_told(texts: Path) -> None:
 def test_a_pattern_without_files_is_an_error_at_once(texts: Path) -> None:
     with pytest.raises(DataError, match=r"data.source.paths: 'texts/\*.txt' matches no file"):
         chosen()
-
-
-def test_an_interrupted_run_keeps_its_choice(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(texts, 20, 1_000)
-    first, _ = chosen()
-    with claim_run(first, "key", Path("data")) as run_dir:  # and then it is killed
-        pass
-    monkeypatch.setattr(own_text, "choose_gpus", lambda gpus: [gpus])
-    again, (line,) = chosen("launch.processes=2")  # which does not decide what is trained
-    assert again.identity == first.identity
-    assert "as chosen for the interrupted run quickstart-1, 200 steps" in line
-    # The run of another command, or one that is finished, decides nothing.
-    assert chosen("training.batch_size=4")[0].run.preset == "one-gpu"
-    record_evaluation(run_dir, 200, "key", {})
-    assert chosen()[0].run.preset == "one-gpu"

@@ -115,8 +115,6 @@ class BaseSource(Section):
     """Settings that sources of all kinds have."""
 
     kind: str
-    """files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given
-    keys."""
     column: str = "text"
     """Column that holds the text, in files of rows, or its path such as doc.text. Of a list of
     texts, each is a line."""
@@ -149,6 +147,8 @@ class FilesSource(BaseSource):
     """Text files. Local files are read in place, remote files are downloaded first."""
 
     kind: Literal["files"] = "files"
+    """files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given
+    keys."""
     paths: Annotated[NonEmptyList[str], BeforeValidator(_listed)] = ["{stdlib}/**/*.py"]
     """Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} is the folder of
     Python's standard library. Texts (.txt, .md, .rst, .tex, source code) hold one document each;

@@ -239,7 +239,8 @@ def _line(key: str, schema: Schema) -> str:
     default = ""
     if "default" in schema:
         default = f", default `{json.dumps(schema['default'], ensure_ascii=False)}`"
-    return f"- `{key}`{star} ({_type(schema)}{default}): {schema['description']}"
+    description = " ".join(schema["description"].split())
+    return f"- `{key}`{star} ({_type(schema)}{default}): {description}"
 
 
 def _type(schema: Schema) -> str:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 T = TypeVar("T")
 
@@ -47,6 +32,7 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
     )
 
     def updated(self, **changes: Any) -> Self:
@@ -70,32 +56,6 @@ class Section(BaseModel):
         if conflict := next(self.conflicts(), None):
             raise ValueError(conflict)
         return self
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        # Not by `use_attribute_docstrings`, which reads all sources whenever a process starts.
-        schema = handler(core_schema)
-        fields = handler.resolve_ref_schema(schema)["properties"]
-        for section in (base for base in cls.__mro__ if issubclass(base, Section)):
-            for name, docstring in _docstrings(section.__module__)[section.__name__].items():
-                fields[name].setdefault("description", docstring)
-        return schema
-
-
-@functools.cache
-def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """By class the docstrings below its fields, each as one line."""
-    found: dict[str, dict[str, str]] = {}
-    for section in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(section, ast.ClassDef):
-            fields = found.setdefault(section.name, {})
-            for field, below in itertools.pairwise(section.body):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                        fields[name] = " ".join(text.split())
-    return found
 
 
 def takes(

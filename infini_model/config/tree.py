@@ -85,12 +85,14 @@ class FetchStageConfig(StageConfig):
     """The same for a stage that fetches over the network."""
 
     retries: Retries = 4
+    """Retries after a failure."""
 
 
 class CleanStageConfig(StageConfig):
     """The same for the cleaning, which is not worth a retry."""
 
     retries: Retries = 0
+    """Retries after a failure."""
 
 
 class StagesConfig(Section):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
-from flows.serving.access import Access, stored_access
+from flows.serving.access import mlflow_client, stored_secret
 from flows.serving.connection import API_URL, AUTH_STRING, configured, served, status_of
 from flows.serving.servers import HOST, prefect_dir
 from infini_model.config import Config
@@ -201,20 +201,20 @@ def _server(subject: str, url: str, auth_string: str | None, variables: str) -> 
     return Finding(subject, f"{url} answers")
 
 
-def _prefect(config: Config, access: Access) -> Finding:
+def _prefect(config: Config, secret: str | None) -> Finding:
     own = served(config).get("api_url")
     url = configured(API_URL) or own
     if url is None:
         return Finding("Prefect API", "not configured; each command starts its own")
-    auth_string = access.auth_string if url == own else configured(AUTH_STRING)
+    auth_string = secret if url == own else configured(AUTH_STRING)
     version = f"{url.rstrip('/')}/admin/version"
     return _server("Prefect API", version, auth_string, AUTH_STRING)
 
 
-def _mlflow(config: Config, access: Access) -> Finding:
+def _mlflow(config: Config, secret: str | None) -> Finding:
     if not config.tracking_uri.startswith("http"):
         return Finding("MLflow", config.tracking_uri)
-    known = {**os.environ, **access.mlflow_client(config.tracking_uri)}
+    known = {**os.environ, **mlflow_client(secret, config.tracking_uri)}
     user, password = known.get("MLFLOW_TRACKING_USERNAME"), known.get("MLFLOW_TRACKING_PASSWORD")
     auth_string = f"{user}:{password}" if user and password else None
     version = f"{config.tracking_uri.rstrip('/')}/version"
@@ -227,12 +227,12 @@ def _servers(config: Config) -> Iterator[Finding]:
         yield _port(4200, "--port")
         yield _port(5000, "--mlflow-port")
     try:
-        access = stored_access(prefect_dir(config))
+        secret = stored_secret(prefect_dir(config))
     except UserError as error:
         yield Finding("secret", str(error), "choose another --output-dir")
         return
-    yield _prefect(config, access)
-    mlflow, is_set = _mlflow(config, access), config.tracking.tracking_uri is not None
+    yield _prefect(config, secret)
+    mlflow, is_set = _mlflow(config, secret), config.tracking.tracking_uri is not None
     source = "" if is_set or "MLFLOW_TRACKING_URI" not in os.environ else " (MLFLOW_TRACKING_URI)"
     experiment = config.tracking.experiment_name
     yield replace(mlflow, found=f"{mlflow.found}{source}; experiment {experiment}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 
-from flows.serving.access import authorized_request, stored_access
+from flows.serving.access import authorized_request, mlflow_client, prefect_client, stored_secret
 from flows.serving.engine import ENGINES, engines_dir, serve_lock
 from flows.serving.servers import (
     HOST,
@@ -113,8 +113,8 @@ def use_server(config: Config) -> str | None:
     the environment once.
     """
     home = prefect_dir(config)
-    access = stored_access(home)
-    os.environ.update(access.mlflow_client(config.tracking_uri))
+    secret = stored_secret(home)
+    os.environ.update(mlflow_client(secret, config.tracking_uri))
     own, addresses = configured(API_URL), served(config)
     url = addresses.get("api_url")
     # By the lock in it `infini serve` finds out that a command was killed, whatever its server is.
@@ -123,7 +123,7 @@ def use_server(config: Config) -> str | None:
         os.environ[API_URL] = own
         return own
     # As `infini serve` sets them for its own.
-    os.environ.update(prefect_environment(config) | access.prefect_client())
+    os.environ.update(prefect_environment(config) | prefect_client(secret))
     if url is not None:
         os.environ.update(own_server(url.removesuffix("/api")) | {PAGE: addresses["mlflow_url"]})
     return url
@@ -144,7 +144,7 @@ def prefect_api(config: Config) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     print("Starting a Prefect server for this command (infini serve keeps one up)", flush=True)
-    service = start_prefect(config, free_port(), stored_access(prefect_dir(config)))
+    service = start_prefect(config, free_port(), stored_secret(prefect_dir(config)))
     os.environ.update(own_server(service.url))
     with contextlib.closing(service):
         try:

@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
-from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, MLFLOW_AUTH
+from flows.serving.access import LOOPBACK_NAMES, MLFLOW_AUTH
 from flows.serving.database import migrate_one_at_a_time, take_write_locks_at_once
 from infini_model.config import load_config
 from infini_model.runtime import pictures
@@ -130,8 +130,7 @@ def mlflow_app() -> ASGIApp:
     }
     # Creates the tables atomically, and the experiment before the first training, since the address
     # of its page is printed.
-    tracking = {"tracking_uri": records, "experiment_name": os.environ[EXPERIMENT]}
-    open_tracking(load_config(overrides=[{"tracking": tracking}]))
+    open_tracking(load_config(overrides=[{"tracking": {"tracking_uri": records}}]))
     initialize_backend_stores(records, records, proxied)
     from mlflow.server.fastapi_app import app
 

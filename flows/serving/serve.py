@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.serving.access import OPEN_ACCESS, Access, choose_access, secret_file
+from flows.serving.access import choose_secret, mlflow_client, prefect_client, secret_file
 from flows.serving.connection import served
 from flows.serving.database import check_database
 from flows.serving.engine import ENGINES, engines_dir, running_engines, serve_lock
@@ -91,12 +91,12 @@ def serve(
         (home / "serve.json").unlink(missing_ok=True)
         check_port(port, "--port")
         check_port(mlflow_port, "--mlflow-port")
-        access = choose_access(home, auth)
+        secret = choose_secret(home, auth)
         # The environment of the worker, its flow runs and this process.
         os.environ |= {
             **prefect_environment(config),
-            **access.prefect_client(),
-            **access.mlflow_client(config.tracking_uri),
+            **prefect_client(secret),
+            **mlflow_client(secret, config.tracking_uri),
             **own_server(f"http://{HOST}:{port}"),
             PAGE: f"http://{HOST}:{mlflow_port}",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
@@ -105,13 +105,13 @@ def serve(
         }
         with (
             contextlib.suppress(KeyboardInterrupt),
-            closing(start_prefect(config, port, access, database)) as prefect,
-            closing(start_mlflow(config, mlflow_port, access)) as mlflow,
+            closing(start_prefect(config, port, secret, database)) as prefect,
+            closing(start_mlflow(config, mlflow_port, secret)) as mlflow,
         ):
-            _run(config, access, prefect, mlflow)
+            _run(config, secret, prefect, mlflow)
 
 
-def _run(config: Config, access: Access, prefect: Service, mlflow: Service) -> None:
+def _run(config: Config, secret: str | None, prefect: Service, mlflow: Service) -> None:
     """Deploy to the servers, start the worker, and keep all three up until a signal arrives."""
     from flows.serving.deploy import deploy
     from flows.serving.reconcile import reconcile_at_start, reconcile_for_ever
@@ -126,8 +126,8 @@ def _run(config: Config, access: Access, prefect: Service, mlflow: Service) -> N
         threading.Thread(target=reconcile_for_ever, args=(config, say), daemon=True).start()
         addresses = {"api_url": os.environ["PREFECT_API_URL"], "mlflow_url": mlflow.url}
         write_json(home / "serve.json", addresses)
-        secret = None if access == OPEN_ACCESS else secret_file(home)
-        _print_addresses(prefect, experiment_page(mlflow, config, access), secret)
+        file = None if secret is None else secret_file(home)
+        _print_addresses(prefect, experiment_page(mlflow, config, secret), file)
         with deferred_signals() as signals:
             try:
                 while not signals:
@@ -138,12 +138,12 @@ def _run(config: Config, access: Access, prefect: Service, mlflow: Service) -> N
                 _stop_flow_runs(engines_dir(home), signals)
 
 
-def _print_addresses(prefect: Service, mlflow_page: str, secret: Path | None) -> None:
+def _print_addresses(prefect: Service, mlflow_page: str, secret_in: Path | None) -> None:
     say(f"Prefect UI  {prefect.url}/v2")
     say(f"MLflow      {mlflow_page}")
     say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
-    if secret:
-        say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret})"')
+    if secret_in:
+        say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret_in})"')
     say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything.")
 
 

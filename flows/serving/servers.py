@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import quote
 
-from flows.serving.access import EXPERIMENT, LOOPBACK_NAMES, OPEN_ACCESS, Access, authorized_request
+from flows.serving.access import LOOPBACK_NAMES, authorized_request, server_environment
 from infini_model.config import Config
 from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
@@ -192,7 +192,7 @@ def _uvicorn(factory: str, port: int, *options: str) -> list[str]:
 
 
 def start_prefect(
-    config: Config, port: int, access: Access = OPEN_ACCESS, database: str | None = None
+    config: Config, port: int, secret: str | None = None, database: str | None = None
 ) -> Service:
     """Start Prefect's server and UI on loopback; they are up a few seconds later.
 
@@ -206,7 +206,7 @@ def start_prefect(
         env={
             **prefect_environment(config),
             **records,
-            **access.servers(),
+            **server_environment(secret),
             # Relative to the page; the default names the default port.
             "PREFECT_SERVER_UI_API_URL": "/api",
             "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(
@@ -218,7 +218,7 @@ def start_prefect(
     )
 
 
-def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Service:
+def start_mlflow(config: Config, port: int, secret: str | None = None) -> Service:
     """Start MLflow's server and UI on loopback; they are up a few seconds later."""
     # Such as this one: then the records are those of the output folder.
     is_server = config.tracking_uri.startswith(("http", "databricks"))
@@ -232,10 +232,10 @@ def start_mlflow(config: Config, port: int, access: Access = OPEN_ACCESS) -> Ser
         _uvicorn("mlflow_app", port, "--log-config", str(logging_file)),
         log=root / "server.log",
         env={
-            **access.servers(),
+            **server_environment(secret),
             "MLFLOW_BACKEND_STORE_URI": own if is_server else config.tracking_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": str(root / "artifacts"),
-            EXPERIMENT: config.tracking.experiment_name,
+            "MLFLOW_EXPERIMENT_NAME": config.tracking.experiment_name,
         },
         url=f"http://{HOST}:{port}",
         health="/health",
@@ -252,12 +252,12 @@ def start_worker(config: Config, prefect: Service) -> Service:
     )
 
 
-def experiment_page(mlflow: Service, config: Config, access: Access) -> str:
+def experiment_page(mlflow: Service, config: Config, secret: str | None) -> str:
     """The address of the experiment's page; of the server if the experiment is not found."""
     name, uri = quote(config.tracking.experiment_name), config.tracking_uri
     base = uri.rstrip("/") if uri.startswith("http") else mlflow.url
     url = f"{base}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
-    request = authorized_request(url, access.auth_string)
+    request = authorized_request(url, secret)
     try:
         with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
             number = json.load(answer)["experiment"]["experiment_id"]

@@ -20,12 +20,11 @@ from websockets.sync.client import connect
 
 from flows import doctor
 from flows.serving.access import (
-    OPEN_ACCESS,
-    Access,
-    choose_access,
-    create_access,
+    choose_secret,
+    mlflow_client,
+    prefect_client,
     secret_file,
-    stored_access,
+    stored_secret,
 )
 from flows.serving.servers import HOST, Service, prefect_environment, start_mlflow, start_prefect
 from infini_model.config import load_config
@@ -74,10 +73,9 @@ def closed(
     """Both servers, with the secret required."""
     output = with_tables(tmp_path_factory.mktemp("closed"))
     config = load_config(overrides=[f"run.output_dir={output}"])
-    access = Access(SECRET)
     services = {
-        "prefect": start_prefect(config, free_port(), access),
-        "mlflow": start_mlflow(config, free_port(), access),
+        "prefect": start_prefect(config, free_port(), SECRET),
+        "mlflow": start_mlflow(config, free_port(), SECRET),
     }
     with closing(services["prefect"]), closing(services["mlflow"]):
         for service in services.values():
@@ -199,33 +197,32 @@ def test_the_doctor_tells_which_secret_is_asked_for_and_commands_send_it(
 
     variables = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     assert remedies() == ["set PREFECT_API_AUTH_STRING", variables]
-    access = Access(SECRET)
-    for name, value in (access.prefect_client() | access.mlflow_client(page)).items():
+    for name, value in (prefect_client(SECRET) | mlflow_client(SECRET, page)).items():
         monkeypatch.setenv(name, value)
     assert remedies() == ["", ""]
     assert MlflowClient(page).search_experiments()
     # MLflow's client would send it to any server.
-    assert access.mlflow_client("https://mlflow.example") == {}
+    assert mlflow_client(SECRET, "https://mlflow.example") == {}
 
 
 def test_a_secret_is_told_once_and_remembered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert choose_access(tmp_path, None) == OPEN_ACCESS
+    assert choose_secret(tmp_path, None) is None
     assert not capsys.readouterr().out
-    access = choose_access(tmp_path, True)
-    user, _, password = str(access.auth_string).partition(":")
+    secret = choose_secret(tmp_path, True)
+    user, _, password = str(secret).partition(":")
     assert user == "infini"
     assert len(password) >= 32
     assert password in capsys.readouterr().out
     assert stat.S_IMODE(secret_file(tmp_path).stat().st_mode) == 0o600
     for auth in (None, True):
-        assert choose_access(tmp_path, auth) == stored_access(tmp_path) == access
+        assert choose_secret(tmp_path, auth) == stored_secret(tmp_path) == secret
         printed = capsys.readouterr().out
         assert password not in printed
         assert str(secret_file(tmp_path)) in printed
-    assert choose_access(tmp_path, False) == stored_access(tmp_path) == OPEN_ACCESS
-    assert choose_access(tmp_path, True) != access
+    assert choose_secret(tmp_path, False) == stored_secret(tmp_path) is None
+    assert choose_secret(tmp_path, True) != secret
 
 
 @pytest.mark.story
@@ -233,7 +230,7 @@ def test_a_command_of_a_folder_with_a_secret_reports_to_its_server_with_it(
     with_tables: Callable[[Path], Path], tmp_path: Path, text_files: Path, alone: Environment
 ) -> None:
     home = with_tables(tmp_path / "output") / "prefect"
-    create_access(home)
+    choose_secret(home, auth=True)
     settings = write_settings(tmp_path / "settings.yaml", tiny(text_files, tmp_path / "output"))
     done = succeed(infini("preprocess", "--config", settings), alone)
     assert "Unauthorized" not in done.stdout + done.stderr

@@ -20,7 +20,7 @@ from commands import PATIENCE, Environment, api, run
 from ports import free_port
 
 from flows.serving import connection, database
-from flows.serving.access import create_access
+from flows.serving.access import choose_secret
 from flows.serving.connection import status_of
 from flows.serving.database import check_database
 from flows.serving.engine import ENGINES, engines_dir
@@ -105,7 +105,7 @@ def test_infini_serve_finds_any_command_that_was_killed_and_tells_only_its_clien
     monkeypatch.setattr(os, "environ", environment | {"PREFECT_HOME": str(tmp_path / "none")})
     config = load_config(overrides=[f"run.output_dir={tmp_path}"])
     home = prefect_dir(config)
-    secret = create_access(home).auth_string
+    secret = choose_secret(home, auth=True)
     addresses = {"api_url": "http://127.0.0.1:4200/api", "mlflow_url": "http://127.0.0.1:5000"}
     write_json(home / "serve.json", addresses)
     with lock(home / "serve.lock"):

@@ -323,9 +323,8 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
     if is_open and command in ("run", "preprocess") and _is_own_text(asked.config, typed):
         from flows.own_text import configure_own_text
 
-        asked, lines = configure_own_text(typed, asked.config)
-        for line in lines:
-            typer.echo(f"note: {line}", err=True)
+        asked, line = configure_own_text(typed, asked.config)
+        typer.echo(f"note: {line}", err=True)
     data, run = asked.config.data, asked.config.run
     named = data.model_fields_set & {"source", "sources", "folder"}
     if command in ("run", "preprocess") and not (named or given["skip_preprocessing"]):

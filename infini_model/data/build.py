@@ -228,8 +228,8 @@ def build_dataset(
     for split in SPLITS:
         if not manifest.splits[split].documents and getattr(config.splits, split):
             log.warning(
-                "dataset %s: no document is in the %s split; more documents, as "
-                "data.source.separator makes of a file, or a larger data.splits.%s give it some",
+                "dataset %s: no document is in the %s split; add documents, cut files into several "
+                "by data.source.separator, or raise data.splits.%s",
                 name,
                 split,
                 split,

@@ -302,7 +302,7 @@ def test_a_split_without_documents_is_told_with_what_gives_it_some(tmp_path, cap
     manifest, _ = build(files_config(path, splits=splits), tmp_path)
     (empty,) = [each for each in ("train", "validation") if not manifest.splits[each].documents]
     (told,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
-    assert told.endswith(f"a larger data.splits.{empty} give it some")
+    assert told.endswith(f"raise data.splits.{empty}")
 
 
 def test_documents_that_are_left_out_are_counted_and_the_first_named(tmp_path, caplog, monkeypatch):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, computed_field
 from torch import Tensor
 
 from infini_model.config import Config
@@ -36,7 +35,7 @@ HELD_OUT: tuple[Split, ...] = ("validation", "test")
 log = logging.getLogger(__name__)
 
 
-class Score(BaseModel):
+class Score(NamedTuple):
     """The losses of the windows of a split.
 
     Attributes:
@@ -46,15 +45,12 @@ class Score(BaseModel):
         by_source: The scores of the named sources.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     windows: int = 0
     tokens: int = 0
     loss: float | None = None
-    loss_by_segment: list[float | None] = []
-    by_source: dict[str, Score] = {}
+    loss_by_segment: Sequence[float | None] = ()
+    by_source: Mapping[str, Score] = {}
 
-    @computed_field  # type: ignore[prop-decorator]  # pydantic's own pattern
     @property
     def perplexity(self) -> float | None:
         """exp(loss), capped at e^700 to avoid overflow."""
@@ -179,9 +175,9 @@ class EvalContext:
         score = _score(sum(sizes), windows.add_sources(totals, settings.max_windows))
         if score.loss is not None and not math.isfinite(score.loss):
             raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
-        tokens, named = sum(part.tokens for part in parts.values()), "" not in parts
-        own = {"tokens": tokens, "by_source": parts if named else {}}
-        self._scores[key] = score.model_copy(update=own)
+        tokens = sum(part.tokens for part in parts.values())
+        by_source = {} if "" in parts else parts
+        self._scores[key] = score._replace(tokens=tokens, by_source=by_source)
         return self._scores[key]
 
     def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:

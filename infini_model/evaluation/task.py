@@ -25,7 +25,6 @@ class TaskResult(BaseModel):
         summary: Sentences of Markdown for the head of the report: what was found.
         advice: Sentences of Markdown for the head of the report: what to do about it.
         pictures: Plots shown below the section, by caption.
-        details: All measurements, as JSON.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,7 +35,6 @@ class TaskResult(BaseModel):
     summary: list[str] = []
     advice: list[str] = []
     pictures: dict[str, Path] = {}
-    details: dict[str, Any] = {}
 
     @classmethod
     def of(cls, found: Mapping[str, Interval], **others: Any) -> Self:

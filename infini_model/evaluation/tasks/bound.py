@@ -34,5 +34,4 @@ class LikelihoodBound(EvaluationTask):
                 f"{settings.draws:,} draws of the noise each."
             ),
             summary=[f"{found}."],
-            details={"bound": bound.estimate, "windows": len(scored)},
         )

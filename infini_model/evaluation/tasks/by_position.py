@@ -80,13 +80,8 @@ class LossByPosition(EvaluationTask):
             )
             metrics[f"evaluation/{split}_loss_without_{part}"] = score.loss
             is_used |= part == "memory" and gain > 0
-        changes: dict[str, object] = {
-            "metrics": metrics,
-            "section": "\n\n".join([result.section, *notes]),
-            "details": result.details
-            | {"windows": {"kept": kept.model_dump()}}
-            | {f"windows_without_{part}": score.model_dump() for part, score in without.items()},
-        }
+        section = "\n\n".join([result.section, *notes])
+        changes: dict[str, object] = {"metrics": metrics, "section": section}
         if isinstance(found, str):
             curves = {_label(part): _by_segment(score) for part, score in without.items()}
             path = plot_by_position(
@@ -283,12 +278,6 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
         summary=summary,
         advice=to_do,
         pictures={"Loss and gain of the memory by segment": path},
-        details={
-            "documents": len(documents.starts),
-            "long_documents": documents.found,
-            "loss": losses,
-            "gains": by_segment,
-        },
     )
 
 

@@ -18,9 +18,9 @@ class Loss(EvaluationTask):
 
     def run(self, context: EvalContext) -> TaskResult:
         """Score each split."""
-        scores = {str(split): context.score(split) for split in HELD_OUT}
-        metrics, rows, notes, summary = {}, [], [], []
-        for split, score in scores.items():
+        metrics, rows, notes, summary = {}, list[tuple[str, ...]](), [], []
+        for split in HELD_OUT:
+            score = context.score(split)
             if score.loss is None or score.perplexity is None:
                 rows.append((split, "–", "–", "0", "0"))
                 notes.append(
@@ -60,5 +60,4 @@ class Loss(EvaluationTask):
             metrics=metrics,
             section="\n\n".join([table(header, rows), *notes]),
             summary=summary,
-            details={split: score.model_dump() for split, score in scores.items()},
         )

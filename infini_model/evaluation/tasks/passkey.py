@@ -150,13 +150,6 @@ class Passkey(EvaluationTask):
             summary=[f"{self.title}: the model finds {', '.join(at)}."],
             advice=_advice(context, exact),
             pictures={f"{self.title} found, by length and depth": picture},
-            details={
-                "depths": settings.depths,
-                "lengths": {
-                    str(length * trained): {name: x.tolist() for name, x in each._asdict().items()}
-                    for length, each in measured.items()
-                },
-            },
         )
 
 

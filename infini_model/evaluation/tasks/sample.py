@@ -54,21 +54,16 @@ class Sample(EvaluationTask):
             context.config.run.seed,
             tokenizer.end_token_ids,
         )
-        texts = {
-            "prompt": tokenizer.decode(prompt),
-            "continuation": tokenizer.decode(list(new)),
-            "original": tokenizer.decode(rest[:most]),
-        }
+        continuation, original = tokenizer.decode(list(new)), tokenizer.decode(rest[:most])
         parts = [
             f"Prompt: the first {len(prompt):,} tokens of document {number} of the {split} split.",
-            fenced(texts["prompt"]),
+            fenced(tokenizer.decode(prompt)),
             "Model's continuation:",
-            fenced(texts["continuation"]) if texts["continuation"] else "(end of text)",
+            fenced(continuation) if continuation else "(end of text)",
             "Original continuation:",
-            fenced(texts["original"]) if texts["original"] else "(end of document)",
+            fenced(original) if original else "(end of document)",
         ]
-        where = {"split": split, "document": number, "prompt_tokens": len(prompt)}
-        return TaskResult(section="\n\n".join(parts), details=where | texts)
+        return TaskResult(section="\n\n".join(parts))
 
 
 def _lengths(context: EvalContext) -> tuple[int, int]:

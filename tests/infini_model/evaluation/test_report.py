@@ -53,10 +53,6 @@ def result(made):
     return result
 
 
-def score_of(result, split):
-    return result.tasks["loss"].details[split]
-
-
 def test_scores_are_the_models_own(made, result):
     model = InfiniLlama.from_pretrained(newest_checkpoint(made.run_dir) / "model")
     assert result.step == 40
@@ -70,13 +66,13 @@ def test_scores_are_the_models_own(made, result):
             losses = functional.cross_entropy(logits[0], row[1:], reduction="none")
             total, tokens = total + float(losses.sum()), tokens + len(losses)
             segments += losses.view(4, 8).sum(1)
-        score = score_of(result, split)
-        assert (score["windows"], score["tokens"]) == (len(windows), tokens)
-        assert score["loss"] == pytest.approx(total / tokens, rel=1e-5)
-        assert score["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+        score = made.context().score(split)
+        assert (score.windows, score.tokens) == (len(windows), tokens)
+        assert score.loss == pytest.approx(total / tokens, rel=1e-5)
+        assert score.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-5)
         means = (segments / len(windows) / 8).tolist()
-        assert score["loss_by_segment"] == pytest.approx(means, rel=1e-5)
-        assert result.metrics[f"evaluation/{split}_loss"] == score["loss"]
+        assert score.loss_by_segment == pytest.approx(means, rel=1e-5)
+        assert result.metrics[f"evaluation/{split}_loss"] == score.loss
 
 
 def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
@@ -85,9 +81,9 @@ def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
     assert {path.stem for path in result.plots} == drawn
     assert all(f"](plots/{name}.png)" in text for name in drawn)
     head = text.split("## Model and training")[0]
-    score, memory = score_of(result, "test"), result.tasks["loss_by_position"]
+    loss, memory = result.metrics["evaluation/test_loss"], result.tasks["loss_by_position"]
     assert "trained for 40 steps, 2,560 tokens of `corpus`." in head
-    assert f"On the test split the loss is **{score['loss']:.4f} nats per token**" in head
+    assert f"On the test split the loss is **{loss:.4f} nats per token**" in head
     for sentence in (*memory.summary, *memory.advice):
         assert f"\n- {sentence}\n" in head
     assert "trained on a different one, key `kkkkkkkkkkkkkkkk`" in text
@@ -98,7 +94,7 @@ def test_the_report_begins_with_what_was_found_and_shows_the_rest(made, result):
 def test_the_result_is_json_and_reproducible(made, result):
     tree = json.loads(json.dumps(result.model_dump(mode="json")))
     assert tree["report"] == str(made.run_dir / "report.md")
-    assert tree["tasks"]["loss"]["details"]["test"] == score_of(result, "test")
+    assert tree["tasks"]["loss"]["metrics"] == result.tasks["loss"].metrics
     before = result.report.read_text()
     assert made.evaluated()[0] == result
     assert result.report.read_text() == before
@@ -128,8 +124,7 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
     metrics = made.run_dir / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"train/loss"', '"another"'))
     result, _ = made.evaluated()
-    assert score_of(result, "test")["loss"] is None
-    assert (result.tasks["sample"].details, result.metrics) == ({}, {})
+    assert result.metrics == {}
     text = result.report.read_text()
     assert "The test split is too small for one window" in text
     assert "a larger `data.splits.test` or" in text
@@ -204,7 +199,7 @@ def test_the_report_has_the_loss_that_the_training_logged(dataset, make_config, 
     logged = read_newest(tmp_path, "validation/loss", "test/loss")
     reported = evaluate_run(tmp_path, dataset, config)
     for split in ("validation", "test"):
-        assert score_of(reported, split)["windows"] == 7
+        assert EvalContext(tmp_path, dataset, config).score(split).windows == 7
         assert reported.metrics[f"evaluation/{split}_loss"] == pytest.approx(
             logged[f"{split}/loss"], abs=2e-3
         )
@@ -222,21 +217,23 @@ def test_the_report_scores_answers_and_answers_a_prompt(
     )
     train(config, pairs, run_dir)
     result = evaluate_run(run_dir, pairs, config)
-    score, sample = (result.tasks[task].details for task in ("loss", "sample"))
+    score = EvalContext(run_dir, pairs, config).score("validation")
     windows = open_windows(pairs, "validation", config.packing, 64)
-    assert score["validation"]["windows"] == len(windows)
+    assert score.windows == len(windows)
     learnt = sum(windows.stream.learnt_of(n).sum() for n in range(windows.stream.documents))
-    assert score["validation"]["tokens"] == learnt
+    assert score.tokens == learnt
     logged = curve(run_dir, "validation/loss")[12]
-    assert score["validation"]["loss"] == pytest.approx(logged, abs=1e-6)
+    assert score.loss == pytest.approx(logged, abs=1e-6)
     assert "only the tokens that are learned" in (run_dir / "report.md").read_text()
     # Answers of the first segment have nothing to remember, those of later ones do.
     is_compared = "evaluation/validation_loss_without_memory" in result.metrics
     assert is_compared == (objective == "causal")
-    stream = open_split(pairs, sample["split"])
-    document = stream.document(sample["document"])[:-1].tobytes().decode()
-    assert document == sample["prompt"] + sample["original"]
-    assert sample["prompt"].endswith(("?", "assistant:\n"))
+    sample = result.tasks["sample"].section
+    ((number, split),) = re.findall(r"of document (\d+) of the (\w+) split", sample)
+    blocks = [text for _, text in re.findall(r"(`{3,})text\n(.*?)\n\1(?!`)", sample, re.DOTALL)]
+    document = open_split(pairs, split).document(int(number))[:-1].tobytes().decode()
+    assert document == blocks[0] + blocks[-1]
+    assert blocks[0].endswith(("?", "assistant:\n"))
 
 
 ANY = st.text(st.sampled_from("`~\n\r\t\x00\x1b[0m#<é\u202e a"), max_size=40) | st.text()

@@ -17,7 +17,6 @@ from infini_model.config import Config
 from infini_model.data.loading.windows import Windows, open_windows, validation_batches
 from infini_model.data.manifest import Manifest, Split, read_manifest
 from infini_model.model.layers import Part
-from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer
@@ -26,7 +25,6 @@ from infini_model.runtime.runs import MODEL, newest_checkpoint
 from infini_model.runtime.storage import MANIFEST, content_key, sha256, write_json
 from infini_model.training.checkpoint import read_state
 from infini_model.training.export import load_model
-from infini_model.training.launch.devices import first_device
 
 # To be raised when a task measures differently, so that no older result is taken for a new one.
 RESULTS_VERSION = 2
@@ -118,14 +116,7 @@ class EvalContext:
         self.checkpoint, self.position = checkpoint, read_state(checkpoint)
         self.last_step, self.plots_dir = self.position.last_step(config), run_dir / "plots"
         self.manifest: Manifest = read_manifest(dataset_dir)
-        device = torch.device(first_device(config.launch.gpus))
-        self.model = load_model(
-            checkpoint / MODEL,
-            device=device,
-            attention_backend=config.launch.attention_backend,
-            # That of the training, in which losses are computed and texts generated.
-            precision=resolve_precision(config.training.precision, device),
-        )
+        self.model = load_model(checkpoint / MODEL, config)
         entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
         if entries < needed:
             raise CheckpointError(
@@ -133,7 +124,7 @@ class EvalContext:
                 f"{dataset_dir} needs {needed}"
             )
         module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
-        self.scorer = Scorer(module, self.model.precision, device)
+        self.scorer = Scorer(module, self.model.precision, self.model.lm_head.weight.device)
         self._windows: dict[Split, Windows] = {
             split: open_windows(
                 dataset_dir, split, config.packing, self.model.config.segment_length

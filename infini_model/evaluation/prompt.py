@@ -15,7 +15,6 @@ from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer, last_ids, prompt_ids
 from infini_model.model.generate import PREFILL_TOKENS, Sampling, stream
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import resolve_precision
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.runs import (
@@ -27,7 +26,6 @@ from infini_model.runtime.runs import (
     read_run_config,
 )
 from infini_model.training.export import load_model
-from infini_model.training.launch.devices import first_device
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +58,7 @@ def load_checkpoint(config: Config, checkpoint: Path) -> tuple[Path, InfiniLlama
         if run_dir is None:
             raise CheckpointError(f"{model_dir}: has no tokenizer.json and is not part of a run")
         tokenizer = load_dataset_tokenizer(read_run(run_dir).dataset)
-    device = torch.device(first_device(config.launch.gpus))
-    model = load_model(
-        model_dir,
-        device=device,
-        attention_backend=config.launch.attention_backend,
-        precision=resolve_precision(config.training.precision, device),
-    )
-    return model_dir, model, tokenizer
+    return model_dir, load_model(model_dir, config), tokenizer
 
 
 def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str]:

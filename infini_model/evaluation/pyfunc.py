@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
-import torch
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
-from infini_model.config import SampleConfig
+from infini_model.config import Config, SampleConfig
 from infini_model.data.tokenizers.load import load_saved
 from infini_model.evaluation.prompt import continue_prompt
-from infini_model.model.precision import resolve_precision
 from infini_model.training.export import load_model
-from infini_model.training.launch.devices import first_device
 
 
 class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
@@ -29,9 +26,8 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         """Load the tokenizer, and the weights onto the GPU with the most free memory, if any."""
         folder = Path(context.artifacts["model"])
         self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
-        device = torch.device(first_device("auto"))
-        precision = resolve_precision(context.model_config["precision"], device)
-        self._model = load_model(folder, device=device, precision=precision)
+        training = {"precision": context.model_config["precision"]}
+        self._model = load_model(folder, Config().updated(training=training))
 
     def predict(
         self,

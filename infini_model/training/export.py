@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from infini_model.config import AttentionBackend
+from infini_model.config import Config
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.stated import TOKENIZER_CONFIG, TOKENIZER_FILES
@@ -27,46 +27,44 @@ from infini_model.model.hf.config import (
 )
 from infini_model.model.hf.weights import refuse_other_files, write_files
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.precision import Precision, cast_weights
+from infini_model.model.precision import cast_weights, resolve_precision
 from infini_model.runtime.errors import CheckpointError, ConfigError
 from infini_model.runtime.runs import MODEL
 from infini_model.runtime.storage import atomic_folder, dump_json
 from infini_model.training.initial_weights import fetch_folder
+from infini_model.training.launch.devices import first_device
 from infini_model.training.model_shape import check_kernels
 
 # What `transformers` itself writes for a model that reads texts of any length.
 ANY_LENGTH = 10**30
 
 
-def load_model(
-    folder: Path,
-    *,
-    device: str | torch.device = "cpu",
-    attention_backend: AttentionBackend = "auto",
-    precision: Precision | None = None,
-) -> InfiniLlama:
+def load_model(folder: Path, config: Config | None = None) -> InfiniLlama:
     """The model in `folder`, in eval mode: whole weights, or an adapter that names them.
 
     An adapter is not merged, so that the model computes what it was trained to. The weights that it
-    names come from their folder, or from the hub and its local cache. `precision` is that of the
-    model's products, in which linear layers then hold their weights.
+    names come from their folder, or from the hub and its local cache. With `config` it is on the
+    first device of `launch.gpus`, and linear layers hold their weights in the precision of the
+    training, that of the model's products.
 
     Raises:
         CheckpointError: As `InfiniLlama.from_pretrained`.
         ConfigError: The folder that an adapter names is gone.
         DataError, UnreachableError: The hub does not have the weights, or does not answer.
-        DeviceError: As `check_kernels`, before any weights are read.
+        DeviceError: As `first_device`, and as `check_kernels`, before any weights are read.
     """
-    check_kernels(read_config(folder, {}), torch.device(device).type)
+    device = torch.device("cpu" if config is None else first_device(config.launch.gpus))
+    check_kernels(read_config(folder, {}), device.type)
     base, adapter = folder, None
     if is_adapter_folder(folder):
         said, key = read_adapter(folder), f"{folder / ADAPTER_CONFIG}: base_model_name_or_path"
         name = said.base if said.revision is None else f"{said.base}@{said.revision}"
         (base, _), adapter = fetch_folder(name, key), folder
-    model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=attention_backend)
-    if precision is not None:
-        model.precision = precision
-        cast_weights(model, precision)
+    backend = "auto" if config is None else config.launch.attention_backend
+    model = InfiniLlama.from_pretrained(base, adapter=adapter, attention_backend=backend)
+    if config is not None:
+        model.precision = resolve_precision(config.training.precision, device)
+        cast_weights(model, model.precision)
     return model.to(device).eval()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import shlex
 import statistics
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config, ModelConfig
-from infini_model.evaluation.context import EvalContext, Pass
+from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.pages import bullets, estimate, images, table, write_pages
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, TaskResult
@@ -134,10 +135,8 @@ def _report_progress(
     context: EvalContext, tasks: Sequence[EvaluationTask], progress: Callable[[int, int], None]
 ) -> None:
     """Report the windows and sequences that `context` has scored to `progress`."""
-    passes = set[Pass]().union(*(task.scores(context) for task in tasks))
-    total = sum(context.sample_size(each.split) for each in passes)
-    total += sum(task.sequences(context) for task in tasks)
-    done = 0
+    # Each pass is scored once, for all tasks.
+    total, done = sum(ChainMap(*(task.work(context) for task in tasks)).values()), 0
 
     def advance(windows: int) -> None:
         nonlocal done

@@ -53,13 +53,9 @@ class EvaluationTask(ABC):
 
     title: str
 
-    def scores(self, context: EvalContext) -> set[Pass]:  # noqa: ARG002
-        """The passes over a split that it takes the scores of; none by default."""
-        return set()
-
-    def sequences(self, context: EvalContext) -> int:  # noqa: ARG002
-        """Number of sequences that it reports by `context.on_windows` besides; 0 by default."""
-        return 0
+    def work(self, context: EvalContext) -> dict[Pass | str, int]:  # noqa: ARG002
+        """Numbers of windows and sequences to report: of passes, and of its own by its title."""
+        return {}
 
     def check(self, context: EvalContext) -> None:  # noqa: B027 - most refuse nothing
         """Raise `UserError` where settings do not fit the model or the dataset; nothing by default.

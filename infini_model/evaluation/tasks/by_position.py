@@ -43,15 +43,16 @@ class LossByPosition(EvaluationTask):
 
     title = "Loss by position"
 
-    def scores(self, context: EvalContext) -> set[Pass]:
-        """The windows of a split, with all parts of the attention and without each."""
-        split = _compared(context)
-        return {Pass(split, part) for part in (None, *parts_of(context))} if split else set()
-
-    def sequences(self, context: EvalContext) -> int:
-        """The long documents."""
-        found = find_long_documents(context)
-        return len(found.starts) if isinstance(found, LongDocuments) else 0
+    def work(self, context: EvalContext) -> dict[Pass | str, int]:
+        """The long documents, and the windows with all parts of the attention and without each."""
+        found, split = find_long_documents(context), _compared(context)
+        work = dict[Pass | str, int]()
+        if isinstance(found, LongDocuments):
+            work[self.title] = len(found.starts)
+        if split is not None:
+            for part in (None, *parts_of(context)):
+                work[Pass(split, part)] = context.sample_size(split)
+        return work
 
     def run(self, context: EvalContext) -> TaskResult:
         """Measure long documents, if there are some, and the windows, which say less."""

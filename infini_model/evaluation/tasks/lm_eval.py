@@ -18,7 +18,7 @@ from typing import Any
 from infini_model.config.evaluation import LmEvalConfig
 from infini_model.data.sources.files import hub_errors
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.runtime.errors import UserError
 
@@ -56,11 +56,11 @@ class LmEval(EvaluationTask):
             )
         self._loaded = self._loaded or load_tasks(context.config.evaluation.lm_eval)
 
-    def sequences(self, context: EvalContext) -> int:
+    def work(self, context: EvalContext) -> dict[Pass | str, int]:
         """The documents of all tasks."""
         self.check(context)
         limit = context.config.evaluation.lm_eval.limit
-        return sum(_documents(loaded, limit) for loaded in self._loaded.values())
+        return {self.title: sum(_documents(loaded, limit) for loaded in self._loaded.values())}
 
     def run(self, context: EvalContext) -> TaskResult:
         """Run one task of the harness after another."""

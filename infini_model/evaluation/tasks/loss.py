@@ -12,9 +12,9 @@ class Loss(EvaluationTask):
 
     title = "Scores"
 
-    def scores(self, context: EvalContext) -> set[Pass]:  # noqa: ARG002
-        """Both splits."""
-        return {Pass(split) for split in HELD_OUT}
+    def work(self, context: EvalContext) -> dict[Pass | str, int]:
+        """The windows of both splits."""
+        return {Pass(split): context.sample_size(split) for split in HELD_OUT}
 
     def run(self, context: EvalContext) -> TaskResult:
         """Score each split."""

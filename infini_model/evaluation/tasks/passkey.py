@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from infini_model.config.evaluation import PasskeyConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.evaluation.context import EvalContext, kept_or_computed
+from infini_model.evaluation.context import EvalContext, Pass, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import plot_heat_map
 from infini_model.evaluation.statistics import Interval, wilson
@@ -68,12 +68,12 @@ class Passkey(EvaluationTask):
 
     title = "Pass keys"
 
-    def sequences(self, context: EvalContext) -> int:
+    def work(self, context: EvalContext) -> dict[Pass | str, int]:
         """All haystacks."""
         if context.model.config.bidirectional:
-            return 0
+            return {}
         settings = context.config.evaluation.passkey
-        return len(set(settings.lengths)) * settings.trials * _haystacks(settings)
+        return {self.title: len(set(settings.lengths)) * settings.trials * _haystacks(settings)}
 
     def check(self, context: EvalContext) -> None:
         """Refuse lengths that are too short."""

@@ -10,6 +10,7 @@ from torch.nn import functional
 from trained_run import Made
 
 from infini_model.data.loading.stream import open_split
+from infini_model.evaluation.context import Pass
 from infini_model.evaluation.statistics import Interval
 from infini_model.evaluation.tasks import load_task
 from infini_model.evaluation.tasks.by_position import find_long_documents, measure, verdict
@@ -76,7 +77,8 @@ def test_batches_do_not_matter_and_finished_ones_are_kept(made):
     found = find_long_documents(context)
     context.on_windows = seen.append
     once = measure(context, found)
-    assert sum(seen) == len(found.starts) == load_task("loss_by_position").sequences(context)
+    task = load_task("loss_by_position")
+    assert sum(seen) == len(found.starts) == task.work(context)[task.title]
     context.scorer = None  # an interrupted evaluation that is repeated computes nothing again
     again = measure(context, found)
     together = measure(made.context(**{"evaluation.batch_size": 40}), found)
@@ -129,16 +131,20 @@ def test_without_long_documents_the_windows_are_compared(made):
         result.section
     )
     assert list(result.metrics) == ["evaluation/validation_loss_without_memory"]
-    assert load_task("loss_by_position").sequences(context) == 0
+    assert set(load_task("loss_by_position").work(context)) == {
+        Pass("validation"),
+        Pass("validation", "memory"),
+    }
 
 
 def test_a_model_without_memory_is_a_control(made):
     context = made.context(**{"model.memory": "none"})
-    result = load_task("loss_by_position").run(context)
+    task = load_task("loss_by_position")
+    result = task.run(context)
     assert list(result.metrics) == ["evaluation/test_loss_from_segment_2"]
     assert result.metrics.keys() == result.intervals.keys()
     assert "no memory" in result.summary[0]
-    assert load_task("loss_by_position").scores(context) == set()
+    assert set(task.work(context)) == {task.title}
     # The same documents and targets as for a model with a memory.
     assert (find_long_documents(context).starts == find_long_documents(made.context()).starts).all()
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +29,6 @@ from infini_model.training.export import load_model
 RESULTS_VERSION = 2
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 
-log = logging.getLogger(__name__)
-
 
 class Score(NamedTuple):
     """The losses of the windows of a split.
@@ -39,14 +36,12 @@ class Score(NamedTuple):
     Attributes:
         tokens: Tokens predicted, without masked ones; of conversations, those that are learned.
         loss: Mean loss in nats per token, for each of these; None without any.
-        loss_by_segment: Mean loss of each segment of the window.
         by_source: The scores of the named sources.
     """
 
     windows: int = 0
     tokens: int = 0
     loss: float | None = None
-    loss_by_segment: Sequence[float | None] = ()
     by_source: Mapping[str, Score] = {}
 
     @property
@@ -57,14 +52,10 @@ class Score(NamedTuple):
 
 def _score(windows: int, totals: Tensor) -> Score:
     """The score of windows with these loss sums and target counts by segment, [2, S]."""
-    (loss, count), by_segment = totals.sum(1).tolist(), totals.T.tolist()
-    return Score(
-        windows=windows,
-        # Shares of an answer add up to almost 1.
-        tokens=round(count),
-        loss=loss / count if round(count) else None,
-        loss_by_segment=[total / each if each else None for total, each in by_segment],
-    )
+    loss, count = totals.sum(1).tolist()
+    # Shares of an answer add up to almost 1.
+    tokens = round(count)
+    return Score(windows, tokens, loss / count if tokens else None)
 
 
 class Pass(NamedTuple):
@@ -147,9 +138,6 @@ class EvalContext:
         `without` is as in `Pass`. Raises `CheckpointError` if the loss is not finite.
         """
         if not self.sample_size(split):
-            log.warning(
-                "%s: split %s is too small for one window; not scored", self.dataset_dir, split
-            )
             return Score()
         key, settings = Pass(split, without), self.config.evaluation
         if key in self._scores:

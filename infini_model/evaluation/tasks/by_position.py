@@ -19,9 +19,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.loading.windows import Batch, sample_windows
 from infini_model.data.manifest import Split
-from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, Score, kept_or_computed
+from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, kept_or_computed
 from infini_model.evaluation.pages import table
-from infini_model.evaluation.plots import Series, plot_by_position
+from infini_model.evaluation.plots import plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.model.inspection import PLACES, effect
@@ -33,7 +33,6 @@ FEWEST = 2
 # Segments from which on the loss is summed up: the first with a memory, and one far from the start.
 FROM = (2, 8)
 WHOLE = "nothing knocked out"
-PICTURE = "loss_by_position.png"
 # The first and the last segment of a range, counted from 1.
 Segments = tuple[int, int]
 
@@ -84,18 +83,7 @@ class LossByPosition(EvaluationTask):
         section = "\n\n".join([result.section, *notes])
         changes: dict[str, object] = {"metrics": metrics, "section": section}
         if isinstance(found, str):
-            curves = {_label(part): _by_segment(score) for part, score in without.items()}
-            path = plot_by_position(
-                {WHOLE: _by_segment(kept)} | curves,
-                [],
-                f"segment of the window ({context.model.config.segment_length:,} tokens each)",
-                context.plots_dir / PICTURE,
-            )
-            changes |= {
-                "summary": notes,
-                "advice": advice(context, is_used=is_used),
-                "pictures": {"Loss by segment of the window": path},
-            }
+            changes |= {"summary": notes, "advice": advice(context, is_used=is_used)}
         return result.model_copy(update=changes)
 
 
@@ -230,12 +218,6 @@ def _compared(context: EvalContext) -> Split | None:
     return next((split for split in HELD_OUT if context.sample_size(split)), None)
 
 
-def _by_segment(scored: Score) -> Series:
-    """Segments, counted from 1, and their losses; segments without tokens are left out."""
-    points = [(i + 1.0, x) for i, x in enumerate(scored.loss_by_segment) if x is not None]
-    return [number for number, _ in points], [loss for _, loss in points]
-
-
 def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     """Long documents, with all parts of the attention and with each knocked out."""
     measured = measure(context, documents)
@@ -266,7 +248,7 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
         {label: (positions, [x.estimate for x in each]) for label, each in losses.items()},
         by_segment.get("memory", []),
         f"segment of the document ({documents.segment_length:,} tokens each)",
-        context.plots_dir / PICTURE,
+        context.plots_dir / "loss_by_position.png",
     )
     found = {
         f"evaluation/{split}_{name}_from_segment_{first}": interval

@@ -149,11 +149,9 @@ class SystemMetrics(Callback):
 
 
 def _host(seconds: float | None) -> dict[str, float]:
-    """CPU and memory use, over the next `seconds` or since the last call; empty without psutil."""
-    try:
-        import psutil
-    except ImportError:
-        return {}
+    """CPU and memory use, over the next `seconds` or since the last call."""
+    import psutil
+
     memory, process = psutil.virtual_memory(), psutil.Process()
     return {
         "system/cpu_utilization_percentage": psutil.cpu_percent(seconds),

@@ -20,7 +20,6 @@ from infini_model.runtime.runs import (
 )
 from infini_model.training.launch.recovery import read_recovery
 from infini_model.training.launch.reservation import waiting_note
-from infini_model.training.mlflow_record import read_mlflow_record
 
 # Either is to be resumed; a failed run ended with an error, an interrupted one was stopped. A
 # trained one has taken its last step and is not evaluated.
@@ -40,7 +39,6 @@ class RunStatus:
         updated: Time of the last record, in seconds since the epoch.
         owner: Id of the flow run that claimed the run last, if known.
         parent: Of a branch, the run from which it began; `parent_step` is the step.
-        mlflow: Its `run_id` and `tracking_uri` in MLflow; empty without a record there.
     """
 
     run_dir: Path
@@ -54,7 +52,6 @@ class RunStatus:
     owner: str | None = None
     parent: str | None = None
     parent_step: int | None = None
-    mlflow: dict[str, str] | None = None
 
 
 def list_runs(runs_dir: Path) -> list[RunStatus]:
@@ -80,7 +77,7 @@ def _read(run_dir: Path) -> RunStatus:
         return RunStatus(run_dir, state, detail, updated=run_dir.stat().st_mtime)
     newest = read_newest(run_dir, "step", "time", "train/loss", "validation/loss")
     state, detail = _state(run_dir, newest.get("time", 0.0))
-    record, mlflow = read_run(run_dir), read_mlflow_record(run_dir)
+    record = read_run(run_dir)
     return RunStatus(
         run_dir,
         state,
@@ -93,7 +90,6 @@ def _read(run_dir: Path) -> RunStatus:
         record.owner,
         record.parent,
         record.parent_step,
-        {key: str(mlflow[key]) for key in ("run_id", "tracking_uri") if key in mlflow},
     )
 
 

@@ -11,7 +11,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import MODEL, record_evaluation
-from infini_model.runtime.storage import make_folder, write_json
+from infini_model.runtime.storage import make_folder
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.launch.recovery import record_failure
 from infini_model.training.launch.reservation import waiting_note
@@ -43,11 +43,9 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
     run = read_status(run_dir)
     assert (run.state, run.detail) == ("failed", "crash")
     begin(tmp_path, "one", 7)
-    write_json(run_dir / "logs" / "mlflow.json", {"run_id": "m1", "tracking_uri": "http://m"})
     updated = read_metrics(run_dir)[-1]["time"]
-    mlflow = {"run_id": "m1", "tracking_uri": "http://m"}
     assert read_status(run_dir) == RunStatus(
-        run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated, OWNER.id, mlflow=mlflow
+        run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated, OWNER.id
     )
     make_folder(run_dir / MODEL)
     assert read_status(run_dir).state == "trained"

@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 def log_evaluation(
     run_dir: Path, dataset_dir: Path, config: Config, result: EvaluationResult
-) -> bool:
+) -> None:
     """Log report, plots, scores, model and any missing metrics to the run's record in MLflow.
 
     The run becomes FINISHED if its last step was evaluated. An interrupted run keeps its status, or
     becomes KILLED if it was killed before it could report.
 
-    Returns False, with a warning, if MLflow is unavailable; False too if it is turned off.
+    Warns if MLflow is unavailable; does nothing if it is turned off.
     """
     if not config.tracking.mlflow:
-        return False
+        return
     try:
         from mlflow.entities import Metric
 
@@ -84,8 +84,6 @@ def log_evaluation(
         log.warning(
             "cannot log the results to MLflow (%s); they are in %s", error_summary(error), run_dir
         )
-        return False
-    return True
 
 
 def _record_of(sink: MlflowExporter, config: Config, result: EvaluationResult) -> str:

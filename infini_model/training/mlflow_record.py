@@ -102,8 +102,8 @@ def _path(run_dir: Path) -> Path:
 def read_mlflow_record(run_dir: Path) -> dict[str, Any]:
     """The contents of `logs/mlflow.json`; empty if it is missing or unreadable.
 
-    It holds run_id, experiment, experiment_id, tracking_uri, delivered_step, status (RUNNING, or
-    the last reported `Status`) and note (the last description written).
+    It holds run_id, experiment_id, tracking_uri, status (RUNNING, or the last reported `Status`),
+    note (the last description written) and dataset.
     """
     return read_json_or_empty(_path(run_dir))
 
@@ -157,8 +157,6 @@ class MlflowExporter:
             for batch in chunk_list(new, METRICS_AT_ONCE):
                 self.client.log_batch(self.run_id, metrics=batch)
                 self._delivered.update({metric.key: metric.step for metric in batch})
-            if new:
-                self._update_record(delivered_step=new[-1].step)
         except Exception:
             # Some metrics may have arrived; reconnecting queries MLflow for them.
             self.client = None
@@ -189,7 +187,6 @@ class MlflowExporter:
         self._update_record(
             **({"status": "RUNNING"} if begins else {}),
             run_id=run.info.run_id,
-            experiment=self._config.tracking.experiment_name,
             experiment_id=run.info.experiment_id,
             tracking_uri=self._config.tracking_uri,
         )
@@ -197,7 +194,6 @@ class MlflowExporter:
             self._describe(client, run)
         # A run includes the last point of each metric, so one request is enough.
         self._delivered = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        self._update_record(delivered_step=max(self._delivered.values(), default=0))
         self.client = client
 
     def _find_run(self, client: Any) -> Any:

@@ -162,9 +162,13 @@ def status(run_dir):
 
 
 def until_delivered(run_dir, step):
-    eventually(
-        lambda: read_mlflow_record(run_dir).get("delivered_step") == step, f"MLflow has step {step}"
-    )
+    def is_delivered():
+        if "run_id" not in read_mlflow_record(run_dir):
+            return False
+        metrics = in_mlflow(run_dir).data.to_proto().metrics
+        return any(metric.step == step for metric in metrics)
+
+    eventually(is_delivered, f"MLflow has step {step}")
 
 
 def begin(run_dir, config, resumed_step=None):

@@ -206,13 +206,10 @@ def free_name(config: Config, dataset_key: str) -> str:
 
     One with the same settings and data is no other run: it is reused or resumed.
     """
-    request = _Request(config, dataset_key)
-    for number in itertools.count(1):
-        name = str(config.run.name) if number == 1 else f"{config.run.name}-{number}"
-        run_dir = config.run.runs_dir / name
-        if not is_started(run_dir) or request.is_for(run_dir):
-            return name
-    raise AssertionError
+    request, first = _Request(config, dataset_key), config.run.runs_dir / str(config.run.name)
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    folders = itertools.chain([first], numbered)
+    return next(each.name for each in folders if not is_started(each) or request.is_for(each))
 
 
 def run_to_resume(config: Config, owner: Owner) -> Path | None:

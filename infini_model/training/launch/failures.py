@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from infini_model.runtime.errors import DataError, NonFiniteError, StageError, UserError
 from infini_model.runtime.processes import STOPS
@@ -63,7 +63,7 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
     def __post_init__(self) -> None:
         self.is_final, self.times = False, 1
         # The arguments make another one of it, in another process.
-        super().__init__(*self.as_json().values())
+        super().__init__(*asdict(self).values())
 
     def __str__(self) -> str:
         if self.kind == "preempted":
@@ -125,15 +125,11 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
             return _USER_ERRORS[self.kind](self.message)
         return self
 
-    def as_json(self) -> dict[str, Any]:
-        """The arguments that make another one of it."""
-        return asdict(self)
-
     def save(self) -> None:
         """Write it to the file that `ERROR_FILE` names, if there is one that can be written."""
         if path := os.environ.get(ERROR_FILE):
             with contextlib.suppress(OSError, UserError):
-                write_json(Path(path), self.as_json())
+                write_json(Path(path), asdict(self))
 
 
 def read_failure(path: Path) -> TrainingFailure | None:

@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -115,7 +116,7 @@ def _found_elsewhere(
         if others:
             address, port = rank_environment["MASTER_ADDR"], int(rank_environment["MASTER_PORT"])
             store = TCPStore(address, port, timeout=PATIENCE, wait_for_workers=False)
-            store.set(f"infini/reported/{here}", json.dumps([each.as_json() for each in own]))
+            store.set(f"infini/reported/{here}", json.dumps([asdict(each) for each in own]))
             with contextlib.suppress(RuntimeError):
                 store.wait([f"infini/reported/{number}" for number in others])
             reported = [n for n in others if store.check([f"infini/reported/{n}"])]

@@ -78,7 +78,6 @@ class Recorder(Callback):
         self._stall_seconds: float | None = None
 
     def metrics(self, step: Step) -> dict[str, float]:
-        """The metrics of a step."""
         values = {
             "train/loss": step.loss,
             "train/learning_rate": step.learning_rate,
@@ -132,7 +131,6 @@ class SystemMetrics(Callback):
         self._latest = {**_host(FIRST_SECONDS), **_gpus()}
 
     def on_start(self, step: int) -> None:  # noqa: ARG002
-        """Start sampling in a thread."""
         threading.Thread(target=self._run, name="system metrics", daemon=True).start()
 
     def _run(self) -> None:
@@ -140,7 +138,6 @@ class SystemMetrics(Callback):
             self._latest = {**_host(None), **_gpus()}
 
     def metrics(self, step: Step) -> dict[str, float]:
-        """The latest sample."""
         return self._latest if step.logged else {}
 
     def on_end(self, status: Status) -> None:  # noqa: ARG002
@@ -244,7 +241,6 @@ class Utilization(Callback):
         self._share = None if peak is None else flops / (world.size * peak)
 
     def metrics(self, step: Step) -> dict[str, float]:
-        """`train/mfu`, if it is known."""
         return (
             {} if self._share is None else {"train/mfu": self._share * step.targets / step.seconds}
         )
@@ -262,7 +258,6 @@ class Console(Callback):
         self._began, self._began_at = time.monotonic(), step
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        """Log the step, if it is one to log."""
         if not step.logged:
             return
         read = step.first_window + self._setup.plan.global_batch
@@ -278,7 +273,6 @@ class Console(Callback):
         )
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        """Log the loss of a split."""
         if self._setup.world.is_main:
             total = self._setup.config.training.total_steps
             by_source = "".join(f" | {n}: {loss:.4f}" for n, loss in evaluation.by_source.items())

@@ -163,7 +163,6 @@ class MlflowExporter:
             raise
 
     def finish(self, status: Status) -> None:
-        """Report the final status of the run."""
         self.client.set_terminated(self.run_id, status)
         self._update_record(status=status)
 

@@ -99,7 +99,6 @@ class TensorBoardExporter:
         self._writer: Any = None
 
     def export(self, lines: Sequence[Line]) -> None:
-        """Add `lines` to the event file."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -115,7 +114,6 @@ class TensorBoardExporter:
         self._writer.flush()
 
     def finish(self, status: Status) -> None:  # noqa: ARG002 - TensorBoard has no status
-        """Close the event file."""
         self._writer.close()
 
 
@@ -135,7 +133,6 @@ class Exporters(Callback):
         self._followers = [Follower(run_dir, exporter) for exporter in exporters]
 
     def on_start(self, step: int) -> None:  # noqa: ARG002
-        """Start delivering."""
         for follower in self._followers:
             follower.start()
 

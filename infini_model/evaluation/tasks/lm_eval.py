@@ -57,13 +57,11 @@ class LmEval(EvaluationTask):
         self._loaded = self._loaded or load_tasks(context.config.evaluation.lm_eval)
 
     def work(self, context: EvalContext) -> dict[Pass | str, int]:
-        """The documents of all tasks."""
         self.check(context)
         limit = context.config.evaluation.lm_eval.limit
         return {self.title: sum(_documents(loaded, limit) for loaded in self._loaded.values())}
 
     def run(self, context: EvalContext) -> TaskResult:
-        """Run one task of the harness after another."""
         self.check(context)
         metrics, sections = dict[str, float](), []
         limit = context.config.evaluation.lm_eval.limit

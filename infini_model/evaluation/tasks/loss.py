@@ -13,11 +13,9 @@ class Loss(EvaluationTask):
     title = "Scores"
 
     def work(self, context: EvalContext) -> dict[Pass | str, int]:
-        """The windows of both splits."""
         return {Pass(split): context.sample_size(split) for split in HELD_OUT}
 
     def run(self, context: EvalContext) -> TaskResult:
-        """Score each split."""
         metrics, rows, notes, summary = {}, list[tuple[str, ...]](), [], []
         for split in HELD_OUT:
             score = context.score(split)

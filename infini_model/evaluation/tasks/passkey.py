@@ -69,14 +69,12 @@ class Passkey(EvaluationTask):
     title = "Pass keys"
 
     def work(self, context: EvalContext) -> dict[Pass | str, int]:
-        """All haystacks."""
         if context.model.config.bidirectional:
             return {}
         settings = context.config.evaluation.passkey
         return {self.title: len(set(settings.lengths)) * settings.trials * _haystacks(settings)}
 
     def check(self, context: EvalContext) -> None:
-        """Refuse lengths that are too short."""
         if not context.model.config.bidirectional:
             Trials(context).draw(min(context.config.evaluation.passkey.lengths), 0)
 

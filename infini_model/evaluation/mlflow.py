@@ -23,7 +23,7 @@ from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
-from infini_model.runtime.storage import MANIFEST, lock, sha256
+from infini_model.runtime.storage import MANIFEST, is_locked, sha256
 from infini_model.training.checkpoint import read_state
 from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
 
@@ -58,11 +58,8 @@ def log_evaluation(
         is_finished = result.step >= result.last_step
         if is_finished:
             sink.correct_status("FINISHED")
-        else:
-            with lock(run_dir / CHECKPOINTS / ".lock", wait=False) as is_free:
-                is_training = not is_free
-            if not is_training:
-                sink.correct_status("KILLED")
+        elif not is_locked(run_dir / CHECKPOINTS / ".lock"):
+            sink.correct_status("KILLED")
         target = _record_of(sink, config, result)
         for file in (result.report, result.html, *result.plots):
             folder = file.relative_to(run_dir).parent.as_posix()

@@ -222,9 +222,7 @@ class Trials:
 
     def __init__(self, context: EvalContext) -> None:
         """Load the tokenizer."""
-        self._settings = settings = context.config.evaluation.passkey
-        self._seed = context.config.run.seed
-        self._context_length = context.config.packing.context_length
+        self._config, settings = context.config, context.config.evaluation.passkey
         self._owners = [None] if settings.needles == 1 else list(OWNERS[: settings.needles])
         tokenizer = load_dataset_tokenizer(context.dataset_dir)
         self._encode: Encode = lambda text: tokenizer.encode_batch([text]).ids.tolist()
@@ -245,9 +243,9 @@ class Trials:
         Raises:
             UserError: The needles and the question are longer than the length.
         """
-        settings = self._settings
-        length = multiple * self._context_length
-        rng = np.random.default_rng((self._seed, multiple, number))
+        settings = self._config.evaluation.passkey
+        length = multiple * self._config.packing.context_length
+        rng = np.random.default_rng((self._config.run.seed, multiple, number))
         filler = self._filler(rng, length)
         order = rng.permutation(len(settings.depths))
         depths = np.resize(order, (_haystacks(settings), len(self._owners)))

@@ -41,10 +41,8 @@ class LmEval(EvaluationTask):
     """Runs the tasks that `evaluation.lm_eval` names."""
 
     title = "lm-evaluation-harness"
-
-    def __init__(self) -> None:
-        # What the harness has loaded for each name: a task, or those of a group.
-        self._loaded: dict[str, dict[str, Any]] = {}
+    # What the harness has loaded for each name: a task, or those of a group.
+    _loaded: dict[str, dict[str, Any]]
 
     def check(self, context: EvalContext) -> None:
         """Load the documents of all tasks; refuse a wrong name, and a model of diffusion."""
@@ -54,15 +52,13 @@ class LmEval(EvaluationTask):
                 f"evaluation.tasks: lm_eval needs a model of training.objective=causal, this one "
                 f"is of {objective}"
             )
-        self._loaded = self._loaded or load_tasks(context.config.evaluation.lm_eval)
+        self._loaded = load_tasks(context.config.evaluation.lm_eval)
 
     def work(self, context: EvalContext) -> dict[Pass | str, int]:
-        self.check(context)
         limit = context.config.evaluation.lm_eval.limit
         return {self.title: sum(_documents(loaded, limit) for loaded in self._loaded.values())}
 
     def run(self, context: EvalContext) -> TaskResult:
-        self.check(context)
         metrics, sections = dict[str, float](), []
         limit = context.config.evaluation.lm_eval.limit
         for name, loaded in self._loaded.items():

@@ -391,4 +391,4 @@ def test_a_diffusion_model_is_refused(made):
     context = made.context()
     context.config = made.config(**changes, **{"model.segment_length": 32})
     with pytest.raises(UserError, match=r"needs a model of training\.objective=causal"):
-        load_task("lm_eval").run(context)
+        load_task("lm_eval").check(context)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infini_model.config import Config
 from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
@@ -29,13 +29,22 @@ CLOSE_TIMEOUT_SECONDS = 15.0
 log = logging.getLogger(__name__)
 
 
+class Exporter(Protocol):
+    """A destination of the metrics; any exception is caught and the delivery retried."""
+
+    name: str
+
+    def export(self, lines: Sequence[Line]) -> None:
+        """Send the lines after those of the last successful call; there may be none."""
+
+    def finish(self, status: Status) -> None:
+        """Close the record of the run with its final `status`."""
+
+
 class Follower(threading.Thread):
-    """Tails `metrics.jsonl` and delivers new lines to one exporter.
+    """Tails `metrics.jsonl` and delivers new lines to one exporter."""
 
-    Any exception of the exporter is caught and the delivery retried.
-    """
-
-    def __init__(self, run_dir: Path, exporter: TensorBoardExporter | MlflowExporter) -> None:
+    def __init__(self, run_dir: Path, exporter: Exporter) -> None:
         super().__init__(name=f"follower of {exporter.name}", daemon=True)
         self._path, self._offset = run_dir / "metrics.jsonl", 0
         self.exporter = exporter
@@ -122,7 +131,7 @@ class Exporters(Callback):
 
     def __init__(self, run_dir: Path, config: Config, dataset: Mapping[str, str]) -> None:
         """`dataset` holds the dataset's `name`, `key` and `path`."""
-        exporters: list[TensorBoardExporter | MlflowExporter] = []
+        exporters: list[Exporter] = []
         if config.tracking.tensorboard:
             base = config.logging.tensorboard_dir
             folder = base / run_dir.name if base else run_dir / "logs" / "tensorboard"

@@ -111,11 +111,8 @@ def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
     """Divide the source, read the records, and make and write the manifest."""
     seconds: Seconds = {}
     data, run = config.data, config.run
-    wanted = _timed(
-        seconds,
-        "divide",
-        lambda: requested_dataset(listing, data, run.datasets_dir, run.datasets_store),
-    )
+    datasets = StoredDatasets(f"{ADDRESS}/datasets", run.datasets_dir)
+    wanted = _timed(seconds, "divide", lambda: requested_dataset(listing, data, datasets))
     (folder / KEYS).write_text("\n".join(wanted.keys[""]))
     template = _record()
 
@@ -130,7 +127,6 @@ def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
         "make manifest",
         lambda: make_manifest(data.name, wanted.keys, record, made, 0.0),
     )
-    datasets = StoredDatasets(f"{ADDRESS}/datasets", run.datasets_dir)
     _timed(seconds, "write it", lambda: datasets.write(manifest, wanted.tokenizer))
     return seconds
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infini_model.config import MEBIBYTE, Config, DataConfig
+from infini_model.config.locations import is_url
 from infini_model.config.tree import MODEL_SPEC
 from infini_model.data.datasets import (
     Build,
@@ -41,11 +42,7 @@ from infini_model.data.sources.rows import Reading
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
-from infini_model.data.tokenizers.trained import (
-    PinnedTokenizer,
-    TokenizerStore,
-    dataset_tokenizer,
-)
+from infini_model.data.tokenizers.trained import PinnedTokenizer, dataset_tokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StoreError, UnreachableError
 from infini_model.runtime.fact_cache import fact_cache
@@ -87,13 +84,14 @@ class RequestedSource:
 
 @dataclass(frozen=True)
 class RequestedDataset:
-    """The dataset that a configuration asks for: folder, key, tokenizer and sources.
+    """The dataset that a configuration asks for, to be among `datasets`.
 
     `keys` are those of the partitions of each source, sorted. `pin` is that of a tokenizer that was
     trained for an earlier dataset of this name. `build` is what the dataset is made from, as it is
     noted before it is made.
     """
 
+    datasets: Datasets
     folder: Path
     key: str
     tokenizer: Tokenizer
@@ -113,18 +111,13 @@ class RequestedDataset:
         return [common.spec(key, partition) for key, (common, partition) in wanted.items()]
 
 
-def requested_dataset(
-    listing: Listing, config: DataConfig, datasets_dir: Path, store: str | None = None
-) -> RequestedDataset:
+def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) -> RequestedDataset:
     """The dataset that the files of its sources become. Trains the tokenizer if it has to be.
 
-    `datasets_dir` is the working folder of the address `store`, if there is one. Files that this
-    share has not read are left out.
-
-    No text is read, but for training a tokenizer. Raises `DataError` in one line for a bad
-    tokenizer or a Parquet file that cannot be read.
+    No text is read, but for training it, and files that this share has not read are left out.
+    Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read.
     """
-    facts = fact_cache(datasets_dir)
+    facts = fact_cache(datasets.folder)
     target_bytes = config.partition_megabytes * MEBIBYTE
     planned: dict[str, tuple[Reading, list[Partition]]] = {}
     read = listing.read()
@@ -137,7 +130,7 @@ def requested_dataset(
     tokenizer, pin = dataset_tokenizer(
         [(reading, each.ranges) for reading, parts in planned.values() for each in parts],
         config,
-        TokenizerStore(datasets_dir, store),
+        datasets.tokenizers,
     )
     for name, (reading, partitions) in planned.items():
         if (chats := reading.conversations) is not None:
@@ -162,7 +155,8 @@ def requested_dataset(
     keys = {each.name: [key for key, _ in each.partitions] for each in sources}
     key, needed = dataset_key(keys), [*itertools.chain.from_iterable(keys.values())]
     return RequestedDataset(
-        folder=datasets_dir / f"{config.name}-{key[:16]}",
+        datasets=datasets,
+        folder=datasets.folder / f"{config.name}-{key[:16]}",
         key=key,
         tokenizer=tokenizer,
         pin=pin,
@@ -195,9 +189,9 @@ def build_dataset(
     since it was listed, or a source without documents; `UserError` for a full disk or a folder that
     cannot be written; `StoreError` and `UnreachableError` for a store that refuses or stays away.
     """
-    datasets_dir = datasets_dir or output_dir / "datasets"
-    wanted = requested_dataset(listing, config, datasets_dir, store)
-    datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
+    datasets = datasets_at(datasets_dir or output_dir / "datasets", store)
+    wanted = requested_dataset(listing, config, datasets)
+    name = wanted.folder.name
     with storage.lock(build_lock(wanted.folder)):
         register_build(wanted.folder, wanted.build)
         manifest = _find_dataset(datasets, name)
@@ -206,7 +200,7 @@ def build_dataset(
             engine = make_engine(config, wanted.tokenizer)
             what = f"dataset {datasets.place}/{name}"
             keys = wanted.build.partitions
-            records = make_partitions(wanted, keys, what, datasets, engine, progress)
+            records = make_partitions(wanted, keys, what, engine, progress)
             _check_documents(wanted, records)
             manifest = make_manifest(
                 config.name,
@@ -267,7 +261,6 @@ def make_partitions(
     wanted: RequestedDataset,
     keys: Sequence[str],
     what: str,
-    datasets: Datasets,
     engine: Engine,
     progress: OnProgress | None,
 ) -> list[PartitionRecord]:
@@ -275,6 +268,7 @@ def make_partitions(
 
     `what` they are is for messages.
     """
+    datasets = wanted.datasets
     records = datasets.find_partitions(keys)
     missing = wanted.specs(set(keys) - records.keys())
     count = "1 partition" if len(missing) == 1 else f"{len(missing):,} partitions"
@@ -351,8 +345,8 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read,
     `ConfigError` if the tokenizer is not that of the weights that are to be trained.
     """
-    datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
-    wanted = requested_dataset(listing, config.data_to_tokenize, datasets_dir, store)
+    datasets = datasets_at(config.run.datasets_dir, config.run.datasets_store)
+    wanted = requested_dataset(listing, config.data_to_tokenize, datasets)
     if wanted.pin is not None:
         log.info(
             "tokenizer: reusing the one trained for dataset %s on %s; "
@@ -362,8 +356,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
         )
     _check_tokenizer(config, wanted)
     register_build(wanted.folder, wanted.build)
-    datasets, name = datasets_at(datasets_dir, store), wanted.folder.name
-    keys, fault = set(wanted.build.partitions), None
+    name, keys, fault = wanted.folder.name, set(wanted.build.partitions), None
     try:
         intact = not listing.unread and datasets.find(name) is not None
     except StoreError:
@@ -376,7 +369,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     plan = Plan(
         key=wanted.key,
         folder=wanted.folder.resolve(),
-        address=None if store is None else f"{datasets.place}/{name}",
+        address=f"{datasets.place}/{name}" if is_url(datasets.place) else None,
         intact=intact,
         new=new,
         reused=len(keys) - new,

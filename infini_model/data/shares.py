@@ -10,11 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infini_model.config import MEBIBYTE, DataConfig
-from infini_model.data.build import (
-    RequestedDataset,
-    make_partitions,
-    requested_dataset,
-)
+from infini_model.data.build import RequestedDataset, make_partitions, requested_dataset
 from infini_model.data.datasets import register_build
 from infini_model.data.engines import make_engine
 from infini_model.data.sources.files import Listing
@@ -41,16 +37,15 @@ def make_share(
     Returns the files as they are known now, of which other shares may have read more, and how many
     partitions of others are missing; if none is, `build_dataset` finds them all.
     """
-    datasets_dir = datasets_dir or output_dir / "datasets"
-    wanted = requested_dataset(listing, config, datasets_dir, store)
+    datasets = datasets_at(datasets_dir or output_dir / "datasets", store)
+    wanted = requested_dataset(listing, config, datasets)
     register_build(wanted.folder, wanted.build)
-    datasets = datasets_at(datasets_dir, store)
     own = _keys_of_share(wanted, listing, config)
     engine = make_engine(config, wanted.tokenizer)
-    make_partitions(wanted, own, f"share {config.share}", datasets, engine, progress)
+    make_partitions(wanted, own, f"share {config.share}", engine, progress)
     if listing.unread:
         listing = list_sources(config, output_dir, datasets_dir=datasets_dir, store=store)
-        wanted = requested_dataset(listing, config, datasets_dir, store)
+        wanted = requested_dataset(listing, config, datasets)
     target = config.partition_megabytes * MEBIBYTE
     unread = sum(-(-text_of_file(part) // target) for part in listing.unread)
     return listing, len(set(wanted.build.partitions) - datasets.partition_keys()) + unread

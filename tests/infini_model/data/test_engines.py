@@ -277,7 +277,7 @@ def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch)
     monkeypatch.setattr(on_ray, "_prepared", {})
     raw, place = write_files(tmp_path / "raw", make_texts(3)), tmp_path / "datasets"
     config = files_config(raw / "*")
-    wanted = requested_dataset(list_sources(config, tmp_path), config, place)
+    wanted = requested_dataset(list_sources(config, tmp_path), config, Datasets(place))
     (spec,) = wanted.specs(wanted.keys[""])
     job = Job(place=str(place), mark=place / "mark", sources=sources_fingerprint(), device="cpu")
     kind, message = attempt(make_partition, job.model_dump_json(), spec.model_dump_json())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from typing import Protocol
 
 from infini_model.config import DataConfig
 from infini_model.data.datasets import Datasets
@@ -17,9 +16,6 @@ from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.load import on_device, usable_device
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime.machine import available_cores
-
-T = TypeVar("T")
-Worker: TypeAlias = Callable[[T, Advance], None]
 
 
 class Engine(Protocol):
@@ -51,9 +47,13 @@ class LocalEngine:
         self._config, self._tokenizer = config, tokenizer
 
     def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
-        """Make the partitions with no more threads than there are partitions."""
-        unfinished = len(specs)
-        lock = threading.Lock()
+        """Make the partitions with no more threads than there are partitions.
+
+        After the first error, Ctrl-C included, the other threads stop at their next report.
+        """
+        # Not a future for each: of a million they would take more memory than all else.
+        queue = iter(sorted(specs, key=lambda spec: -spec.bytes))
+        unfinished, lock, stopped = len(specs), threading.Lock(), threading.Event()
 
         def share_cores() -> None:
             """Let the tokenizer use all cores for the last partition, and one thread before it."""
@@ -61,21 +61,32 @@ class LocalEngine:
                 is_last = unfinished <= 1 and self._config.workers != 1
                 self._tokenizer.parallel = None if is_last else False
 
-        def one(tokenizer: Tokenizer, spec: PartitionSpec, advance: Advance) -> None:
+        def make_one(spec: PartitionSpec, tokenizer: Tokenizer) -> None:
             nonlocal unfinished
             left = spec.bytes
 
-            def limited(count: int) -> None:
+            def report(count: int) -> None:
                 nonlocal left
+                if stopped.is_set():
+                    raise CancelledError
                 done = min(count, left)
                 left -= done
-                advance(done)
+                with lock:
+                    advance(done)
 
-            datasets.make(spec, tokenizer, limited)
-            advance(left)
+            datasets.make(spec, tokenizer, report)
+            report(left)
             with lock:
                 unfinished -= 1
                 share_cores()
+
+        def work(tokenizer: Tokenizer) -> None:
+            while not stopped.is_set():
+                with lock:
+                    spec = next(queue, None)
+                if spec is None:
+                    return
+                make_one(spec, tokenizer)
 
         device = usable_device(self._tokenizer, self._config.device)
         tokenizers = itertools.cycle(
@@ -84,10 +95,14 @@ class LocalEngine:
         # By default one more than cores, since some threads wait for the disk.
         threads = min(self._config.workers or available_cores() + 1, len(specs))
         share_cores()
-        workers: list[Worker[PartitionSpec]] = [
-            partial(one, next(tokenizers)) for _ in range(threads)
-        ]
-        for_each(sorted(specs, key=lambda spec: -spec.bytes), workers, advance)
+        with ThreadPoolExecutor(threads, thread_name_prefix="data") as pool:
+            try:
+                tasks = [pool.submit(work, next(tokenizers)) for _ in range(threads)]
+                for task in as_completed(tasks):
+                    task.result()
+            except BaseException:
+                stopped.set()
+                raise
 
 
 def devices_of(device: str) -> list[str]:
@@ -97,40 +112,3 @@ def devices_of(device: str) -> list[str]:
     import torch
 
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-
-
-class _CancelledError(Exception):
-    """Another worker has failed, so this one's result is not needed."""
-
-
-def for_each(items: Iterable[T], workers: Sequence[Worker[T]], advance: Advance) -> None:
-    """Process each item with the next free worker, one thread per worker; return when all are done.
-
-    A worker is called with an item and a function that reports bytes; its calls reach `advance`
-    one at a time. The first error, Ctrl-C included, is raised; the other workers stop at their
-    next report.
-    """
-    queue, lock, stopped = iter(items), threading.Lock(), threading.Event()
-    end = object()
-
-    def report(count: int) -> None:
-        if stopped.is_set():
-            raise _CancelledError
-        with lock:
-            advance(count)
-
-    def run(worker: Worker[T]) -> None:
-        while not stopped.is_set():
-            with lock:
-                item = next(queue, end)
-            if item is end:
-                return
-            worker(item, report)  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="data") as pool:
-        try:
-            for future in as_completed([pool.submit(run, worker) for worker in workers]):
-                future.result()
-        except BaseException:
-            stopped.set()
-            raise

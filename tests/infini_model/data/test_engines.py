@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from infini_model.config import Config, DataConfig
 from infini_model.data import on_ray
 from infini_model.data.build import build_dataset, plan_dataset, requested_dataset
 from infini_model.data.datasets import Datasets
-from infini_model.data.engines import devices_of, for_each
+from infini_model.data.engines import LocalEngine, devices_of
 from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
 from infini_model.data.shares import make_share
 from infini_model.data.sources import files
@@ -39,28 +40,35 @@ def report_until_stopped(advance):
         time.sleep(0.001)
 
 
+def make_by_threads(count, make):
+    """Make as many partitions by three threads, where `make` stands for `Datasets.make`."""
+    specs = [SimpleNamespace(bytes=number + 1) for number in range(count)]
+    engine = LocalEngine(DataConfig(workers=3), ByteTokenizer())
+    engine.make(specs, SimpleNamespace(make=make), lambda _: None)
+
+
 def test_the_first_error_of_a_thread_is_raised_and_stops_the_others():
     started, all_at_work = [], threading.Barrier(3)
 
-    def work(item, advance):
-        started.append(item)
+    def make(spec, _tokenizer, advance):
+        started.append(spec.bytes)
         all_at_work.wait()
-        if item == 1:
-            raise ValueError("item 1")
+        if spec.bytes == 99:
+            raise ValueError("spec 99")
         report_until_stopped(advance)
 
-    with pytest.raises(ValueError, match="item 1"):
-        for_each(range(100), [work] * 3, lambda _: None)
-    assert sorted(started) == [0, 1, 2]
+    with pytest.raises(ValueError, match="spec 99"):
+        make_by_threads(100, make)
+    assert sorted(started) == [98, 99, 100]
 
 
 def test_ctrl_c_stops_the_threads():
-    def work(_item, advance):
+    def make(_spec, _tokenizer, advance):
         os.kill(os.getpid(), signal.SIGINT)
         report_until_stopped(advance)
 
     with pytest.raises(KeyboardInterrupt):
-        for_each([1], [work], lambda _: None)
+        make_by_threads(1, make)
 
 
 @pytest.fixture(scope="module")

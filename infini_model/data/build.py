@@ -119,25 +119,24 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
     """
     facts = fact_cache(datasets.folder)
     target_bytes = config.partition_megabytes * MEBIBYTE
-    planned: dict[str, tuple[Reading, list[Partition]]] = {}
-    read = listing.read()
+    files, readings = dict[str, list[FileRange]](), dict[str, Reading]()
+    partitions: dict[str, list[Partition]] = {}
     for name, source in config.named_sources.items():
-        reading = reading_of(source)
+        files[name] = [part for part in listing.sources[name] if part.file.fingerprint]
+        readings[name] = reading_of(source)
         with named_settings(name):
-            partitions = plan_partitions(read.sources[name], reading, target_bytes, facts)
-        planned[name] = reading, partitions
+            partitions[name] = plan_partitions(files[name], readings[name], target_bytes, facts)
     facts.save()
     tokenizer, pin = dataset_tokenizer(
-        [(reading, each.ranges) for reading, parts in planned.values() for each in parts],
+        [(readings[name], each.ranges) for name, parts in partitions.items() for each in parts],
         config,
         datasets.tokenizers,
     )
-    for name, (reading, partitions) in planned.items():
+    for name, reading in readings.items():
         if (chats := reading.conversations) is not None:
             chat = tokenizer.chat(config.named_sources[name].template)
             tokenizer.state_chat(chat)
-            reading = replace(reading, conversations=replace(chats, template=chat))
-            planned[name] = reading, partitions
+            readings[name] = replace(reading, conversations=replace(chats, template=chat))
     record = TokenizerRecord(
         spec=tokenizer.spec,
         vocab_size=tokenizer.vocab_size,
@@ -148,10 +147,9 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
         dtype=id_dtype(tokenizer.vocab_size).name,
     )
     sources = []
-    for name, (reading, partitions) in planned.items():
+    for name, reading in readings.items():
         common = CommonSpec(reading, record, config.splits)
-        files, keyed = read.sources[name], common.keyed(partitions)
-        sources.append(RequestedSource(name, files, common, keyed))
+        sources.append(RequestedSource(name, files[name], common, common.keyed(partitions[name])))
     keys = {each.name: [key for key, _ in each.partitions] for each in sources}
     key, needed = dataset_key(keys), [*itertools.chain.from_iterable(keys.values())]
     return RequestedDataset(

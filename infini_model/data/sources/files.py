@@ -102,14 +102,6 @@ class Listing(Record):
         """The files without a fingerprint, which other shares of the dataset read."""
         return [part for part in self.ranges if not part.file.fingerprint]
 
-    def read(self) -> Listing:
-        """The listing without them."""
-        sources = {
-            name: [part for part in ranges if part.file.fingerprint]
-            for name, ranges in self.sources.items()
-        }
-        return Listing.model_construct(sources=sources)
-
 
 def local_version(stat: os.stat_result) -> str:
     """Describe a local file by what changes whenever it is written: inode, size, mtime and ctime.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infini_model.config import DataConfig
-from infini_model.config.locations import is_url, working_folder
+from infini_model.config.locations import is_url
 from infini_model.data.datasets import Datasets
 from infini_model.data.make_partition import Advance
 from infini_model.data.partitions import PartitionSpec
@@ -242,8 +242,6 @@ def _prepare(job: Job, spec: PartitionSpec) -> tuple[Datasets, Tokenizer]:
     """The datasets and the tokenizer of a job, on a node that has what it needs."""
     check_node(job)
     check_device(job.device)
-    place, store = job.place, job.place if is_url(job.place) else None
-    datasets = datasets_at(place if store is None else working_folder(store), store)
-    record = spec.tokenizer
+    datasets, record = datasets_at(job.place), spec.tokenizer
     tokenizer = datasets.tokenizers.load(record.fingerprint, record.spec, record.eos_token_id)
     return datasets, on_device(tokenizer, job.device)

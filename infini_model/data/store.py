@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 
-from infini_model.config.locations import is_url
+from infini_model.config.locations import is_url, working_folder
 from infini_model.data.datasets import RECORD, Datasets, describe, no_latest
 from infini_model.data.make_partition import Advance, make_partition
 from infini_model.data.manifest import (
@@ -298,12 +298,9 @@ class StoredDatasets(Datasets):
 
 
 def datasets_at(place: Path | str, address: str | None = None) -> Datasets:
-    """The datasets of a folder, or those at an address.
-
-    `address` is what the folder is a working copy of; an address as the place is only read.
-    """
+    """The datasets at an address, or of a folder, which may be the working copy of an `address`."""
     if is_url(place):
-        return StoredDatasets(str(place), Path())
+        return StoredDatasets(str(place), working_folder(str(place)))
     return Datasets(Path(place)) if address is None else StoredDatasets(address, Path(place))
 
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -62,7 +61,6 @@ class Datasets:
         self.partitions = folder / PARTITIONS
         self.tokenizers = TokenizerStore(folder)
         self._facts = fact_cache(folder)
-        self._sweeping, self._is_swept = threading.Lock(), False
 
     def partition_keys(self) -> set[str]:
         """The keys of all finished partitions; their files are not looked at."""
@@ -122,7 +120,6 @@ class Datasets:
 
         Raises as `make_partition` does, and `UserError` on a full disk.
         """
-        self._remove_leftovers_once()
         with storage.lock(self.partitions / ".locks" / spec.key):
             if self.find_intact(spec.key) is not None:
                 return
@@ -130,17 +127,13 @@ class Datasets:
                 record = make_partition(spec, tokenizer, folder, advance)
                 write_record(folder / RECORD, record)
 
-    def _remove_leftovers_once(self) -> None:
-        """Remove what killed processes have left; once, since it looks at all partitions."""
-        with self._sweeping:
-            if self._is_swept:
-                return
-            self._is_swept = True
-            for path in self.partitions.glob(f"{storage.TEMPORARY}*"):
-                key = path.name.removeprefix(storage.TEMPORARY).partition("-")[0]
-                with storage.lock(self.partitions / ".locks" / key, wait=False) as is_idle:
-                    if is_idle:
-                        storage.remove_leftovers(self.partitions, key)
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes have left of partitions; looks at all of these."""
+        for path in self.partitions.glob(f"{storage.TEMPORARY}*"):
+            key = path.name.removeprefix(storage.TEMPORARY).partition("-")[0]
+            with storage.lock(self.partitions / ".locks" / key, wait=False) as is_idle:
+                if is_idle:
+                    storage.remove_leftovers(self.partitions, key)
 
     def find(self, name: str) -> Manifest | None:
         """A dataset that is intact, or None if there is none.

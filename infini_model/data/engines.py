@@ -95,6 +95,7 @@ class LocalEngine:
         # By default one more than cores, since some threads wait for the disk.
         threads = min(self._config.workers or available_cores() + 1, len(specs))
         share_cores()
+        datasets.remove_leftovers()
         with ThreadPoolExecutor(threads, thread_name_prefix="data") as pool:
             try:
                 tasks = [pool.submit(work, next(tokenizers)) for _ in range(threads)]

@@ -243,5 +243,6 @@ def _prepare(job: Job, spec: PartitionSpec) -> tuple[Datasets, Tokenizer]:
     check_node(job)
     check_device(job.device)
     datasets, record = datasets_at(job.place), spec.tokenizer
+    datasets.remove_leftovers()
     tokenizer = datasets.tokenizers.load(record.fingerprint, record.spec, record.eos_token_id)
     return datasets, on_device(tokenizer, job.device)

@@ -158,7 +158,6 @@ class StoredDatasets(Datasets):
         Nothing of it stays on this machine.
         """
         record_name = f"{spec.key}/{RECORD}"
-        self._remove_leftovers_once()
         with (
             storage.lock(self.partitions / ".locks" / spec.key),
             storage.named_os_errors(self.partitions),

@@ -44,7 +44,8 @@ def make_by_threads(count, make):
     """Make as many partitions by three threads, where `make` stands for `Datasets.make`."""
     specs = [SimpleNamespace(bytes=number + 1) for number in range(count)]
     engine = LocalEngine(DataConfig(workers=3), ByteTokenizer())
-    engine.make(specs, SimpleNamespace(make=make), lambda _: None)
+    datasets = SimpleNamespace(make=make, remove_leftovers=lambda: None)
+    engine.make(specs, datasets, lambda _: None)
 
 
 def test_the_first_error_of_a_thread_is_raised_and_stops_the_others():

@@ -116,9 +116,9 @@ def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
     (folder / KEYS).write_text("\n".join(wanted.keys[""]))
     template = _record()
 
-    def records() -> list[PartitionRecord]:
-        named = (template.replace(KEY.encode(), key.encode()) for key in wanted.keys[""])
-        return [parse_record(content, ADDRESS, PartitionRecord) for content in named]
+    def records() -> dict[str, PartitionRecord]:
+        named = ((key, template.replace(KEY.encode(), key.encode())) for key in wanted.keys[""])
+        return {key: parse_record(content, ADDRESS, PartitionRecord) for key, content in named}
 
     made = _timed(seconds, "read records", records)
     record = wanted.sources[0].common.tokenizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -261,8 +261,8 @@ def make_partitions(
     what: str,
     engine: Engine,
     progress: OnProgress | None,
-) -> list[PartitionRecord]:
-    """The partitions of some keys, in their order; makes those that are missing.
+) -> dict[str, PartitionRecord]:
+    """The partitions of some keys; makes those that are missing.
 
     `what` they are is for messages.
     """
@@ -287,17 +287,13 @@ def make_partitions(
             raise DataError(
                 f"{datasets.place}/{PARTITIONS}/{key}: was lost after it was made; run again"
             )
-    return [records[key] for key in keys]
+    return records
 
 
-def _check_documents(wanted: RequestedDataset, records: Sequence[PartitionRecord]) -> None:
-    """Raise `DataError` if nothing is left of a source: it has no documents, or all are skipped.
-
-    `records` are those of its partitions, one source after the other.
-    """
-    following = iter(records)
+def _check_documents(wanted: RequestedDataset, records: Mapping[str, PartitionRecord]) -> None:
+    """Raise `DataError` if nothing is left of a source: it has no documents, or all are skipped."""
     for source in wanted.sources:
-        own = list(itertools.islice(following, len(source.partitions)))
+        own = [records[key] for key in wanted.keys[source.name]]
         if not sum(record.documents for record in own):
             first, more = source.files[0].file.address, len(source.files) - 1
             skipped = sum(record.skipped for record in own)

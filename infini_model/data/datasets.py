@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -184,30 +183,31 @@ def make_manifest(
     name: str,
     keys: Mapping[str, Sequence[str]],
     tokenizer: TokenizerRecord,
-    records: Sequence[PartitionRecord],
+    records: Mapping[str, PartitionRecord],
     seconds: float,
     *,
     conversations: Sequence[str] = (),
 ) -> Manifest:
     """The manifest of a dataset of these partitions, in the order of the token stream.
 
-    `keys` are those of the partitions of each source, and `records` theirs in the same order.
-    `seconds` is how long it took to make those that were missing; `conversations` are the sources
-    of these.
+    `keys` are those of the partitions of each source, and `records` theirs by key. `seconds` is how
+    long it took to make those that were missing; `conversations` are the sources of these.
     """
+    by_source = {name: [records[key] for key in each] for name, each in keys.items()}
+    listed = [record for each in by_source.values() for record in each]
     return Manifest(
         format_version=FORMAT_VERSION,
         name=name,
         key=dataset_key(keys),
         partitions=[key for each in keys.values() for key in each],
         corpus=CorpusRecord(
-            documents=sum(record.documents for record in records),
-            bytes=sum(record.bytes for record in records),
-            skipped=sum(record.skipped for record in records),
+            documents=sum(record.documents for record in listed),
+            bytes=sum(record.bytes for record in listed),
+            skipped=sum(record.skipped for record in listed),
         ),
         conversations=list(conversations),
         tokenizer=tokenizer,
-        splits={split: _split_record(split, keys, records) for split in SPLITS},
+        splits={split: _split_record(split, by_source) for split in SPLITS},
         versions=machine.package_versions(*PACKAGES),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(seconds, 3),
@@ -222,14 +222,12 @@ def dataset_key(keys: Mapping[str, Sequence[str]]) -> str:
     return storage.content_key(list(keys[""]) if "" in keys else {n: [*k] for n, k in keys.items()})
 
 
-def _split_record(
-    split: Split, keys: Mapping[str, Sequence[str]], records: Sequence[PartitionRecord]
-) -> SplitRecord:
-    shards = [shard for record in records for shard in record.shards[split]]
-    following = iter(records)
+def _split_record(split: Split, records: Mapping[str, Sequence[PartitionRecord]]) -> SplitRecord:
+    shards = [
+        shard for each in records.values() for record in each for shard in record.shards[split]
+    ]
     sources = {
-        name: sum(len(record.shards[split]) for record in itertools.islice(following, len(each)))
-        for name, each in keys.items()
+        name: sum(len(record.shards[split]) for record in each) for name, each in records.items()
     }
     return SplitRecord(
         sources={} if "" in sources else sources,

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from infini_model.config import MEBIBYTE, DataConfig
 from infini_model.config.data import MinHashConfig, ScreenConfig, Source
 from infini_model.data.partitions import plan_partitions
-from infini_model.data.sources.files import FileRange, Listing, fingerprint, local_files
+from infini_model.data.sources.files import FileRange, Listing, brief, fingerprint, local_files
 from infini_model.data.sources.formats import content_of, read_documents, whole_file
 from infini_model.data.sources.listing import named_settings, reading_of
 from infini_model.data.sources.rows import Reading
@@ -104,15 +104,11 @@ def _check(screen: ScreenConfig) -> None:
         load_word_tokenizer(screen.language)
         _filters(screen)
     except ImportError as error:
-        install, reason = "pip install -c requirements.lock -e '.[screen]'", _in_one_line(error)
+        install, reason = "pip install -c requirements.lock -e '.[screen]'", brief(error)
         message = f"data.source.screen: needs datatrove and spaCy: {install} ({reason})"
         raise DataError(message) from error
     except (TypeError, ValueError) as error:
-        raise DataError(f"data.source.screen: {_in_one_line(error)}") from error
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise DataError(f"data.source.screen: {brief(error)}") from error
 
 
 def _filters(screen: ScreenConfig) -> list[Any]:
@@ -283,7 +279,7 @@ def _filtered(documents: Iterable[Any], name: str, step: Any) -> Iterator[Any]:
     except UserError:
         raise  # of a file that cannot be read, or of the filter before
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"data.source.screen.filters.{name}: {_in_one_line(error)}") from error
+        raise DataError(f"data.source.screen.filters.{name}: {brief(error)}") from error
 
 
 def _configured(minhash: MinHashConfig) -> Any:

@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -170,19 +171,14 @@ def _all_groups(
         file.fingerprint: f"row groups {file.fingerprint} {columns} {target_bytes}"
         for file in files
     }
-    known = {fingerprint: facts.get(key) for fingerprint, key in keys.items()}
-    new = {file.fingerprint: file for file in files if known[file.fingerprint] is None}
-
-    def read(file: SourceFile) -> list[_Groups]:
-        return _groups(file, reading, target_bytes)
-
+    new = {file.fingerprint: file for file in files if facts.get(keys[file.fingerprint]) is None}
+    read = partial(_groups, reading=reading, target_bytes=target_bytes)
     with ThreadPoolExecutor(max_workers=FOOTERS_AT_ONCE) as pool:
-        for file, found in zip(new.values(), pool.map(read, new.values()), strict=True):
-            known[file.fingerprint] = found
-            facts.put(keys[file.fingerprint], found)
+        for fingerprint, found in zip(new, pool.map(read, new.values()), strict=True):
+            facts.put(keys[fingerprint], found)
     return {
-        fingerprint: [_Groups(*group) for group in found or []]
-        for fingerprint, found in known.items()
+        fingerprint: [_Groups(*group) for group in facts.get(key) or []]
+        for fingerprint, key in keys.items()
     }
 
 

@@ -100,23 +100,21 @@ def make_phases(
     """
     origin = origin or Origin()
     phases: list[Phase] = []
-    schedule = config.context_schedule or {}
-    for number, (fraction, segments) in enumerate(schedule.items()):
-        length = segments * segment_length
+    schedule = (config.context_schedule or {}).items()
+    lengths = {fraction: segments * segment_length for fraction, segments in schedule}
+    for number, (fraction, length) in enumerate((lengths or {0.0: config.context_length}).items()):
         steps = max(0, math.ceil(fraction * total_steps) - origin.step)
         first, key = origin.windows_read + steps * global_batch, origin.first_key
         if phases:
             before = phases[-1]
             key = before.first_key + (first - before.first) * before.parts
-        shorter = config.updated(context_length=length)
-        cut = replace(windows, packing=pack(windows.stream, shorter, segment_length))
-        parts, weights = config.context_length // length, config.weights_in(number)
+        cut, parts, weights = windows, config.context_length // length, config.weights_in(number)
+        if parts > 1:
+            shorter = config.updated(context_length=length)
+            cut = replace(windows, packing=pack(windows.stream, shorter, segment_length))
         taken = origin.taken[number] if origin.taken else ()
         phases.append(Phase(cut, first, parts, key, weights, taken))
-    if phases:
-        return phases
-    taken = origin.taken[0] if origin.taken else ()
-    return [Phase(windows, origin.windows_read, 1, origin.first_key, config.weights_in(0), taken)]
+    return phases
 
 
 def read_by_source(phases: Sequence[Phase], windows_read: int) -> list[list[int]]:

@@ -49,13 +49,12 @@ def fetch_files(
 ) -> list[Path]:
     """Download the files at these addresses into `raw_dir`, unless they are there already.
 
-    A `*` in an address is a glob, if the file system can list files. `given` is the format of the
-    files; by default suffixes tell it.
+    `given` is the format of the files; by default suffixes tell it.
 
     Raises `DataError` for an address that is refused, not found or of an unsupported format,
     `UnreachableError` for a host that does not answer, `UserError` on a full disk.
     """
-    remotes = [remote for address in addresses for remote in _resolve(address, raw_dir, given)]
+    remotes = [_resolve(address, raw_dir, given) for address in addresses]
     total = sum(remote.size or 0 for remote in remotes)
     done = 0
     for remote in remotes:
@@ -66,29 +65,22 @@ def fetch_files(
     return [remote.target for remote in remotes]
 
 
-def _resolve(address: str, raw_dir: Path, given: str | None) -> Iterator[_Remote]:
-    """The files that an address matches, as the server describes them."""
+def _resolve(address: str, raw_dir: Path, given: str | None) -> _Remote:
+    """The file at an address, as the server describes it."""
     from fsspec.core import url_to_fs
 
     try:
         system, path = url_to_fs(address, **_options(address))
     except (ImportError, ValueError) as error:
         raise DataError(f"{address}: cannot be read: {error}") from error
-    paths = [path]
-    if "*" in path:
-        with _reachable(address):
-            paths = sorted(system.glob(path))
-        if not paths:
-            raise DataError(f"data.source.paths: {address!r} matches no file")
-    for found in paths:
-        name = system.unstrip_protocol(found)
-        file = Path(unquote(urlsplit(name).path)).name
-        check_format(file, given, name)
-        with _reachable(name):
-            info = system.info(found)
-        identity = [name, info.get("size"), *(str(info.get(field)) for field in IDENTITY_FIELDS)]
-        key = storage.content_key(identity)[:32]
-        yield _Remote(name, system, found, info.get("size"), raw_dir / key / file)
+    name = system.unstrip_protocol(path)
+    file = Path(unquote(urlsplit(name).path)).name
+    check_format(file, given, name)
+    with _reachable(name):
+        info = system.info(path)
+    identity = [name, info.get("size"), *(str(info.get(field)) for field in IDENTITY_FIELDS)]
+    key = storage.content_key(identity)[:32]
+    return _Remote(name, system, path, info.get("size"), raw_dir / key / file)
 
 
 def _options(address: str) -> dict[str, Any]:

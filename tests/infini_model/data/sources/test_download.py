@@ -142,7 +142,6 @@ def test_the_standard_library_excludes_installed_packages(tmp_path):
         ("{here}/short/*", r"0\.TXT and 1 more: no documents left: 2 of 2 .*min_characters 4"),
         ("{here}/latin.md", r"latin\.md: is not UTF-8"),
         ("nonsense://a/b.txt", r"nonsense://a/b\.txt: cannot be read"),
-        ("file://{here}/*.md5", "'file://.*md5' matches no file$"),
         ("file://{here}/gone.txt", r"gone\.txt: not found$"),
         ("{bucket}/texts/*.txt", r"data\.source\.paths: '.*txt' matches no object$"),
         ("{bucket}/texts", r"no object; it is a folder: write s3:.*/texts/\*\*/\*\.txt$"),
@@ -262,8 +261,8 @@ def test_what_a_server_compresses_is_refused_unless_the_name_says_so(hub, tmp_pa
     assert files_of(tmp_path, address_of(hub, "a.jsonl"))
 
 
-def test_other_file_systems_are_copied_and_globbed(tmp_path):
-    write_files(tmp_path, ["eins", "zwei"])
-    paths = [Path(file.address) for file in files_of(tmp_path / "out", f"file://{tmp_path}/*.txt")]
-    assert {path.read_text() for path in paths} == {"eins", "zwei"}
-    assert all(path.is_relative_to(tmp_path / "out" / "raw") for path in paths)
+def test_other_file_systems_are_copied(tmp_path):
+    write_files(tmp_path, ["eins"])
+    (file,) = files_of(tmp_path / "out", f"file://{tmp_path}/0000.txt")
+    assert Path(file.address).read_text() == "eins"
+    assert Path(file.address).is_relative_to(tmp_path / "out" / "raw")

@@ -21,13 +21,11 @@ from infini_model.data.sources.files import (
     SourceFile,
     file_errors,
     hub_errors,
-    local_files,
     open_source,
 )
 from infini_model.data.sources.formats import format_of, whole_file
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
@@ -81,33 +79,31 @@ def pin_repository(repository: str, revision: str | None, kind: Literal["dataset
     return str(found.sha)
 
 
-def list_dataset(source: HubSource, facts: FactCache) -> list[FileRange]:
+def list_dataset(source: HubSource) -> list[FileRange]:
     """The files of a configuration and split, in the order in which `datasets` reads them.
 
-    `source.repository` is a name on the hub, whose listing has the hashes of files, or a local
-    folder. Plain Parquet and JSON files stay where they are; with a `limit`, so do the Parquet
-    files that have the first rows. Of all else on the hub, its Parquet copy is listed.
+    The hub's listing has the hashes of files. Plain Parquet and JSON files stay where they are;
+    with a `limit`, so do the Parquet files that have the first rows. Of all else, the hub's Parquet
+    copy is listed.
 
     Raises `DataError` for a name, configuration, split or revision that does not exist and for
     files without a copy, `UnreachableError` if the hub does not answer.
     """
     import datasets
 
-    name, commit = source.repository, None
-    if not Path(name).is_dir():
-        commit = pin_repository(name, source.revision, "dataset")
+    name = source.repository
+    commit = pin_repository(name, source.revision, "dataset")
     with hub_errors(f"dataset {name}"):
         builder = datasets.load_dataset_builder(name, source.configuration, revision=commit)
     splits = _chosen_splits(source, builder)
-    if paths := _plain_files(source, commit, builder, splits):
-        files = local_files(paths, facts) if commit is None else _describe(name, commit, paths)
-        if first := _first_rows(files, source.limit):
-            return first
+    plain = _describe(name, commit, _plain_files(source, commit, builder, splits))
+    if first := first_rows(plain, source.limit):
+        return first
     converted = _converted_files(source, commit, builder.config.name, splits)
-    return _first_rows(converted, source.limit) or []
+    return first_rows(converted, source.limit) or []
 
 
-def _first_rows(files: Sequence[SourceFile], limit: int | None) -> list[FileRange] | None:
+def first_rows(files: Sequence[SourceFile], limit: int | None) -> list[FileRange] | None:
     """The files with the first `limit` rows, or all; None if one of them cannot be cut by rows."""
     import pyarrow.parquet as pq
 
@@ -138,12 +134,10 @@ def _chosen_splits(source: HubSource, builder: Any) -> list[str]:
     return chosen
 
 
-def _plain_files(
-    source: HubSource, commit: str | None, builder: Any, splits: Sequence[str]
-) -> list[str]:
-    """Paths or addresses of the splits' files; none if they are not plain."""
+def _plain_files(source: HubSource, commit: str, builder: Any, splits: Sequence[str]) -> list[str]:
+    """The addresses of the splits' files; none if they are not plain."""
     names = [str(name) for split in splits for name in builder.config.data_files[split]]
-    inside = "" if commit is None else f"{HUB}{source.repository}@{commit}/"
+    inside = f"{HUB}{source.repository}@{commit}/"
     formats = PLAIN.get(type(builder).__module__.rpartition(".")[2], ())
     is_plain = all(name.startswith(inside) and format_of(name) in formats for name in names)
     options = (each for each in fields(builder.config) if each.name not in HARMLESS_OPTIONS)
@@ -152,15 +146,13 @@ def _plain_files(
 
 
 def _converted_files(
-    source: HubSource, commit: str | None, configuration: str, splits: Sequence[str]
+    source: HubSource, commit: str, configuration: str, splits: Sequence[str]
 ) -> list[SourceFile]:
     """The Parquet files into which the hub itself has converted the splits of its newest commit."""
     from huggingface_hub import HfApi, HfFileSystem
 
     name = source.repository
     what = f"dataset {name}: is read in place only from Parquet or, without data.source.limit, JSON"
-    if commit is None:
-        raise DataError(f"{what}; use data.source.kind=files")
     with hub_errors(f"dataset {name}"):
         refs = HfApi().list_repo_refs(name, repo_type="dataset")
         commits = {each.ref: each.target_commit for each in (*refs.branches, *refs.converts)}

@@ -140,7 +140,7 @@ def _list_source(
     if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
-        return list_dataset(source, facts)
+        return list_dataset(source)
     paths = list_files(source, raw_dir, progress)
     stored = {
         file.address: file

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from real import real_tokenizer, smollm2
 from transformers import AutoTokenizer
 
-from infini_model.config import DataConfig, FilesSource, HubSource
+from infini_model.config import FilesSource, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.conversations import Conversations
 from infini_model.data.sources.formats import read_documents
-from infini_model.data.sources.listing import list_sources, reading_of
+from infini_model.data.sources.listing import reading_of
 from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.runtime.errors import DataError
@@ -293,18 +293,11 @@ def test_any_ranges_of_a_file_hold_each_pair_once(tmp_path):
 
 @pytest.mark.parametrize("columns", ["prompt answer", "messages"])
 def test_a_hub_dataset_of_pairs_may_have_any_form_and_a_limit(tmp_path, columns):
-    folder = tmp_path / "hub"
+    reading = reading_of(HubSource(repository="team/pairs", pairs=True))
     rows, pairs = rows_with(columns, make_pairs(9))
-    folder.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-
-    def read(**fields):
-        source = HubSource(repository=str(folder), pairs=True, **fields)
-        config = DataConfig(source=source)
-        return pairs_in(list_sources(config, tmp_path / "out").ranges, reading_of(config.source))[0]
-
-    assert read() == pairs
-    assert read(limit=4) == pairs[:4]
-    (folder / "train.parquet").unlink()
-    (folder / "train.json").write_text(json.dumps(rows))
-    assert read() == pairs
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (whole,) = cut_file(tmp_path / "train.parquet")
+    assert pairs_in([whole], reading)[0] == pairs
+    assert pairs_in([whole.model_copy(update={"rows": 4})], reading)[0] == pairs[:4]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    assert pairs_in(cut_file(tmp_path / "train.json"), reading)[0] == pairs

@@ -12,19 +12,16 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import make_texts, rows_of, write_parquet
+from corpora import local_file, make_texts, rows_of, write_parquet
 from local_hub import TOKEN, Repository, git_id, serve_hub, sha256
 
-from infini_model.config import DataConfig, HubSource
 from infini_model.data.partitions import plan_partitions
 from infini_model.data.sources.files import hub_errors
 from infini_model.data.sources.formats import content_of
-from infini_model.data.sources.hub import list_dataset
-from infini_model.data.sources.listing import list_sources
+from infini_model.data.sources.hub import first_rows
 from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
-from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 
 # A process of its own, since the hub's address is read when its package is imported. It answers a
@@ -82,7 +79,7 @@ def warnings(source):
 
 def listing(source):
     facts = FactCache(pathlib.Path(tempfile.mkdtemp()) / "kept.json")
-    found = list_dataset(HubSource(**source), facts)
+    found = list_dataset(HubSource(**source))
     files = fingerprint([one.file for one in found], facts)
     rows = [{"rows": one.rows} if one.rows else {} for one in found]
     return [file.model_dump() | most for file, most in zip(files, rows, strict=True)]
@@ -498,36 +495,15 @@ def test_an_error_that_the_hub_has_no_part_in_is_not_the_users(error):
     assert caught.value is error
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "limit"),
-    [("train.csv", table(["a"]), None), ("train.jsonl", lines(["a", "b"]), 1)],
-)
-def test_of_a_folder_only_plain_files_are_read(tmp_path, monkeypatch, name, content, limit):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / name).write_bytes(content)
-    source = HubSource(repository=str(tmp_path), limit=limit)
-    with pytest.raises(DataError) as caught:
-        list_dataset(source, FactCache(tmp_path / "kept.json"))
-    assert str(caught.value) == (
-        f"dataset {tmp_path}: is read in place only from Parquet or, without data.source.limit, "
-        "JSON; use data.source.kind=files"
-    )
-
-
-def test_of_parquet_files_those_with_the_first_rows_are_read_in_parts(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "team"
+def test_of_parquet_files_those_with_the_first_rows_are_read_in_parts(tmp_path):
+    listed = []
     for number in range(3):
         texts = TEXTS[number * 20 : number * 20 + 20]
-        write_parquet(folder / f"train-{number}.parquet", texts, row_group_size=3)
+        path = write_parquet(tmp_path / f"train-{number}.parquet", texts, row_group_size=3)
+        listed.append(local_file(path))
 
     def planned(limit):
-        config = DataConfig(source=HubSource(repository=str(folder), limit=limit))
-        files = list_sources(config, tmp_path).ranges
+        files = first_rows(listed, limit)
         parts = plan_partitions(files, Reading(), 300, FactCache(tmp_path / "kept.json"))
         texts = rows_of(*(part for each in parts for part in each.ranges))
         assert sorted(texts) == sorted(rows_of(*files)) == sorted(TEXTS[:limit])

@@ -81,11 +81,7 @@ class StoredDatasets(Datasets):
 
     def _list(self, key: str = "") -> dict[int, int]:
         sizes: dict[int, int] = {}
-
-        def note(each: StoredObject) -> None:
-            sizes[hash(each.key)] = each.bytes
-
-        self._shards.visit_below(key, note)
+        self._shards.visit_below(key, lambda each: sizes.update({hash(each.key): each.bytes}))
         return sizes
 
     def partition_keys(self) -> set[str]:

@@ -44,7 +44,7 @@ from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
 from infini_model.data.tokenizers.trained import PinnedTokenizer, dataset_tokenizer
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError, StoreError, UnreachableError
+from infini_model.runtime.errors import DataError, UnreachableError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.records import Record, write_record
 from infini_model.runtime.stage_protocol import OnProgress
@@ -244,9 +244,6 @@ def _find_dataset(datasets: Datasets, name: str) -> Manifest | None:
     """The manifest of an existing dataset that is intact, or None."""
     try:
         manifest = datasets.find(name)
-    except StoreError:
-        # The store refuses: building the dataset again would not help.
-        raise
     except DataError as error:
         log.warning("%s; rebuilding the dataset from its partitions", error)
         return None
@@ -353,8 +350,6 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     name, keys, fault = wanted.folder.name, set(wanted.build.partitions), None
     try:
         intact = not listing.unread and datasets.find(name) is not None
-    except StoreError:
-        raise
     except DataError as error:
         intact, fault = False, str(error)
     if intact:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from infini_model.data.datasets import Datasets, register_use
 from infini_model.data.manifest import LATEST, Manifest, read_origin
 from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
 from infini_model.data.verify import verify_dataset
-from infini_model.runtime.errors import ConfigError, DataError, StoreError
+from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.storage import MANIFEST
 
@@ -63,13 +64,9 @@ def resolve_dataset(spec: Path | str | None, run: RunConfig) -> str:
 def datasets_place(place: str) -> str | None:
     """The folder or the address of datasets that is meant by it or an output folder, if any."""
     for folder in (f"{place}{below}" for below in BELOW):
-        try:
+        with contextlib.suppress(DataError):
             datasets_at(folder).newest()
-        except StoreError:
-            raise
-        except DataError:
-            continue
-        return folder
+            return folder
     return None
 
 

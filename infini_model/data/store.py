@@ -127,8 +127,6 @@ class StoredDatasets(Datasets):
                 return parse_record(content, self._shards.address_of(name), PartitionRecord)
             except ObjectMissingError:
                 return None  # Invalidated since the listing.
-            except StoreError:
-                raise
             except DataError as error:
                 log.warning("%s; rebuilding its partition", error)
                 invalidate(self._shards, key)

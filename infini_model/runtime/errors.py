@@ -22,7 +22,7 @@ class DataError(UserError):
     """A source, a tokenizer or a dataset folder is missing, invalid or damaged."""
 
 
-class StoreError(DataError):
+class StoreError(UserError):
     """An object store refuses a request for good, or an address is wrong."""
 
 

@@ -181,8 +181,8 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
     A file on the hub is fetched to the hub's cache first, unless it is not needed `whole`.
 
     Raises `OSError` if the file is gone, `DataError` that names it if it has changed since it was
-    listed or while the block read it. Reading a remote file raises `DataError` if that is refused,
-    `UnreachableError` if its host does not answer.
+    listed or while the block read it. Reading a remote file raises `DataError` or `StoreError` if
+    that is refused or it has changed, `UnreachableError` if its host does not answer.
     """
     if file.address.startswith(HUB):
         # The address names a commit, so that what it holds never changes.

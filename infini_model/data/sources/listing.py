@@ -205,8 +205,8 @@ def list_objects(pattern: str, given: str | None = None) -> list[SourceFile]:
 
     They are sorted by address, none is read. `given` is their format; by default suffixes tell it.
 
-    Raises `DataError` if nothing matches, an object has an unsupported format, the address is wrong
-    or the store refuses; `UnreachableError` if it does not answer.
+    Raises `DataError` if nothing matches or an object has an unsupported format, `StoreError` if
+    the address is wrong or the store refuses, `UnreachableError` if it does not answer.
     """
     found = [
         SourceFile(

@@ -29,7 +29,7 @@ from infini_model.data.tokenizers.load import check_device, load_saved, load_tok
 from infini_model.data.tokenizers.stated import TOKENIZER_FILE
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError, ObjectMissingError, StoreError
+from infini_model.runtime.errors import DataError, ObjectMissingError
 from infini_model.runtime.object_store import ObjectStore, Version
 from infini_model.runtime.records import Record, parse_record, write_record
 
@@ -121,8 +121,6 @@ class TokenizerStore:
             return parse_record(content, place, PinnedTokenizer), version
         except (FileNotFoundError, ObjectMissingError):
             return None, None
-        except StoreError:
-            raise
         except DataError as error:
             log.warning("%s; training the tokenizer again", error)
             return None, version
@@ -200,9 +198,7 @@ def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None
     """The tokenizer that a pin names, None if it is missing or damaged."""
     try:
         return kept.load(pin.fingerprint, "train")
-    except DataError as error:
-        if isinstance(error, StoreError) and not isinstance(error, ObjectMissingError):
-            raise
+    except (DataError, ObjectMissingError) as error:
         place = kept.folder_of(pin.fingerprint)
         log.warning("%s: %s; training the tokenizer again", place, error)
         return None

@@ -17,7 +17,7 @@ from infini_model.data.sources.files import SourceFile
 from infini_model.data.sources.listing import list_files, list_objects, list_sources
 from infini_model.data.sources.text import hash_documents, splits_of
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError, UnreachableError
+from infini_model.runtime.errors import DataError, UnreachableError, UserError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore
 
@@ -160,7 +160,7 @@ def test_what_a_source_lacks_is_named_in_one_line(tmp_path, request, pattern, co
         ObjectStore(bucket).write("texts/a.zip", b"zip")
         pattern = pattern.replace("{bucket}", bucket)
     source = FilesSource(paths=[pattern], min_characters=4)
-    with pytest.raises(DataError, match=complaint) as caught:
+    with pytest.raises(UserError, match=complaint) as caught:
         build(DataConfig(source=source), tmp_path / "out")
     assert "\n" not in str(caught.value)
 

@@ -37,7 +37,7 @@ from infini_model.data.sources.formats import (
 from infini_model.data.sources.json_values import values_in
 from infini_model.data.sources.listing import list_objects
 from infini_model.data.sources.rows import Reading
-from infini_model.runtime.errors import DataError
+from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.object_store import ObjectStore
 
@@ -227,7 +227,7 @@ def test_a_file_that_has_changed_or_gone_since_it_was_listed_is_named(tmp_path, 
             (remove, gone),
         ):
             change()
-            with pytest.raises(DataError, match=f"^{part.file.address}: {complaint}$"):
+            with pytest.raises(UserError, match=f"^{part.file.address}: {complaint}$"):
                 read(part)
 
 

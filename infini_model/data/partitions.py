@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from infini_model.config import SplitsConfig
 from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRecord
@@ -37,6 +37,8 @@ from infini_model.runtime.records import Record
 HASH_BITS = 256
 FOOTERS_AT_ONCE = 16
 FOOTER_ENDS = 8  # bytes of a Parquet file that follow its footer: the length of that, a magic word
+# Consecutive row groups of a Parquet file: where they stop, their rows and their bytes of text.
+_Groups: TypeAlias = tuple[int, int, int]
 
 
 class Partition(NamedTuple):
@@ -105,14 +107,6 @@ class CommonSpec(NamedTuple):
         )
 
 
-class _Groups(NamedTuple):
-    """Consecutive row groups of a Parquet file, up to `stop`, with their rows and bytes of text."""
-
-    stop: int
-    rows: int
-    bytes: int
-
-
 def plan_partitions(
     ranges: Sequence[FileRange], reading: Reading, target_bytes: int, facts: FactCache
 ) -> list[Partition]:
@@ -146,12 +140,11 @@ def _pieces(
     file, cut = part.file, cut_of(part, reading)
     if cut == "row groups":
         start, left = 0, math.inf if part.rows is None else part.rows
-        for group in groups[file.fingerprint]:
+        for stop, rows, size in groups[file.fingerprint]:
             if left > 0:
-                place = {"start": start, "stop": group.stop}
-                rows = left if left < group.rows else None
-                yield part.model_copy(update={**place, "rows": rows}), group.bytes
-            start, left = group.stop, left - group.rows
+                place = {"start": start, "stop": stop, "rows": left if left < rows else None}
+                yield part.model_copy(update=place), size
+            start, left = stop, left - rows
     elif cut == "bytes":
         for start in range(0, max(1, file.bytes), target_bytes):
             stop = start + target_bytes
@@ -176,10 +169,7 @@ def _all_groups(
     with ThreadPoolExecutor(max_workers=FOOTERS_AT_ONCE) as pool:
         for fingerprint, found in zip(new, pool.map(read, new.values()), strict=True):
             facts.put(keys[fingerprint], found)
-    return {
-        fingerprint: [_Groups(*group) for group in facts.get(key) or []]
-        for fingerprint, key in keys.items()
-    }
+    return {fingerprint: facts.get(key) or [] for fingerprint, key in keys.items()}
 
 
 def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Groups]:
@@ -203,7 +193,7 @@ def _groups(file: SourceFile, reading: Reading, target_bytes: int) -> list[_Grou
         rows += metadata.row_group(number).num_rows
         size += text_bytes(metadata, number, reading)
         if size >= target_bytes or number == metadata.num_row_groups - 1:
-            gathered.append(_Groups(number + 1, rows, size))
+            gathered.append((number + 1, rows, size))
             rows = size = 0
     return gathered
 

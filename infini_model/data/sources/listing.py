@@ -10,7 +10,7 @@ import heapq
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -76,11 +76,14 @@ def list_sources(
     listing = Listing(sources=listed)
     others = set[str]()
     if config.share is not None:
-        share_of = divide_files(listing, config)
-        _fingerprint_common(listing, share_of, config.share_of, facts)
+        share_of, (number, count) = divide_files(listing, config), config.share_of
+        # Of the files that all shares need, each reads its part, and sees what others have read.
+        common = [part.file for part in listing.ranges if part.file.address not in share_of]
+        fingerprint(common[number - 1 :: count], facts)
+        facts.refresh()
         # All files decide which text a tokenizer is trained on.
         if store is None and config.tokenizer.spec != "train":
-            others = {each for each, owner in share_of.items() if owner != config.share_of[0]}
+            others = {each for each, owner in share_of.items() if owner != number}
             # Each machine has its own copies of what it has downloaded.
             others -= {each for each in others if each.startswith(f"{raw_dir}/")}
     files = iter(fingerprint([part.file for part in listing.ranges], facts, others))
@@ -91,16 +94,6 @@ def list_sources(
             for part in ranges
         ]
     return Listing(sources=listed)
-
-
-def _fingerprint_common(
-    listing: Listing, share_of: Mapping[str, int], share: tuple[int, int], facts: FactCache
-) -> None:
-    """Read this share's part of the files that all shares need, and see what others have read."""
-    common = [part.file for part in listing.ranges if part.file.address not in share_of]
-    number, count = share
-    fingerprint(common[number - 1 :: count], facts)
-    facts.refresh()
 
 
 def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:

@@ -140,9 +140,7 @@ def _add(
 
 def id_dtype(vocab_size: int) -> np.dtype:
     """The smallest of uint8, uint16 and int32 that holds every id."""
-    if vocab_size <= 1 << 8:
-        return np.dtype(np.uint8)
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+    return np.min_scalar_type(vocab_size - 1) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
 
 class ShardWriter:

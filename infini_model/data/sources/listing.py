@@ -64,8 +64,8 @@ def list_sources(
     `data.share` and no `store`, where all shares see the same folder of datasets, some are left to
     other shares (`Listing.unread`). `progress(done, total)` counts the bytes of the downloads.
 
-    Raises `DataError` in one line that names the file or the address; `UnreachableError` if a
-    retry may help; `UserError` on a full disk.
+    Raises `DataError` in one line that names the file or the address, `StoreError` if a store
+    refuses; `UnreachableError` if a retry may help; `UserError` on a full disk.
     """
     facts = fact_cache(datasets_dir or output_dir / "datasets")
     listed: dict[str, list[FileRange]] = {}

@@ -131,11 +131,11 @@ def fetch_folder(
         return folder, None
     if folder.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"{key}: {name} is not a folder")
-    from infini_model.data.sources.hub import fetch_weights, pin_repository, split_revision
+    from infini_model.data.sources.hub import fetch_weights, pin_repository
 
-    repository, revision = split_revision(name)
+    repository, _, revision = name.partition("@")
     try:
-        commit = pin_repository(repository, revision, "model")
+        commit = pin_repository(repository, revision or None, "model")
         return fetch_weights(repository, commit, progress), commit
     except DataError as error:
         raise DataError(f"{key}: there is no folder {name}, and on the hub: {error}") from error

@@ -51,12 +51,6 @@ WEIGHTS = (".safetensors", ".json", ".jinja")
 BYTES_BAR = "huggingface_hub.snapshot_download"
 
 
-def split_revision(name: str) -> tuple[str, str | None]:
-    """The repository and the revision, if any, of a name such as `team/model@main`."""
-    repository, at, revision = name.partition("@")
-    return repository, revision if at else None
-
-
 def pin_repository(repository: str, revision: str | None, kind: Literal["dataset", "model"]) -> str:
     """The commit that a revision points at now, by default that of the default branch.
 
@@ -208,9 +202,11 @@ def fetch_tokenizer(name: str, files: Sequence[str]) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    repository, revision = split_revision(name)
+    repository, _, revision = name.partition("@")
     with hub_errors(f"tokenizer {name}"):
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
+        return Path(
+            snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
+        )
 
 
 def fetch_weights(repository: str, commit: str, progress: OnProgress | None = None) -> Path:

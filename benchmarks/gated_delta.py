@@ -100,17 +100,12 @@ class GatedDelta(Rule):
         """The root mean square of the norm's weight, [1]."""
         return read_weight.float().square().mean(0, keepdim=True).sqrt()
 
-    def shifted(self, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """Leave both as they are: `forward` convolves them."""
-        return q, k
-
     def forward(
         self,
         x: Tensor,
         q: Tensor,
         k: Tensor,
         values: Tensor,
-        shifted: tuple[Tensor, Tensor],  # noqa: ARG002
         local: Tensor,
         state: RuleState | None,  # noqa: ARG002 - it takes whole sequences
         starts: Tensor | None,

@@ -91,12 +91,6 @@ class Attention(nn.Module):
             earlier, rule_state = window.earlier(state.keys, state.values, rope), state.rule
         # A pass of less than a segment is no longer than itself, unless it sees whole ones.
         length = min(window.segment_length, tokens) if earlier is None else window.segment_length
-        rule, starts, keep_state = self.memory, context.document_starts, context.keep_state
-        shifted = None
-        if context.without_memory:
-            rule = None
-        elif rule is not None and (tokens > length or state is not None or keep_state):
-            shifted = rule.shifted(q, keys, rule_state, starts)
         queries, local_keys, local_values = (segmented(y, length) for y in (q, k, v))
         out = window.attend(
             *(queries, local_keys, local_values, rope),
@@ -106,14 +100,13 @@ class Attention(nn.Module):
             earlier=earlier,
         )
         after = None
-        if rule is not None and shifted is not None:
-            out, after = rule(
-                *(written, q, keys, values, shifted, out, rule_state, starts), keep_state=keep_state
+        if self.memory is not None and not context.without_memory:
+            chunk = (written, q, keys, values, out)
+            out, after = self.memory(
+                *chunk, rule_state, context.document_starts, keep_state=context.keep_state
             )
-        elif rule is not None:  # there is nothing to read or write
-            out = rule.unread(out)
         out = self.o_proj(out.permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)[:, :tokens])
-        if not keep_state:
+        if not context.keep_state:
             return out, None
         caches = window.carried(keys, values, rope, context.sight, earlier)
         return out, LayerState(*caches, after)

@@ -153,7 +153,6 @@ class Rule(nn.Module):
         q: Tensor,
         k: Tensor,
         values: Tensor,
-        shifted: tuple[Tensor, Tensor],
         local: Tensor,
         state: RuleState | None,
         starts: Tensor | None,
@@ -167,7 +166,6 @@ class Rule(nn.Module):
             q: Queries before the rotation, [n · B, H, T, D]; row i reads the memory of row i mod B.
             k: Keys before the rotation, [B, H_kv, T, D].
             values: Values that are written, of the shape of `k`.
-            shifted: The result of `shifted`.
             local: The attention of the window, [n · B, S, H, L, D].
             state: State before the pass; None is empty.
             starts: [B, S] bool, true where a segment starts a document; None is nowhere.
@@ -176,7 +174,10 @@ class Rule(nn.Module):
         Returns:
             [n · B, S, H, L, D], and the state after the pass.
         """
-        (queries, keys), gates = shifted, self.token_gates(x)
+        if local.size(1) == 1 and state is None and not keep_state:
+            # There is nothing to read or write, but each parameter needs a gradient.
+            return local + 0.0 * sum(each.flatten()[0] for each in self.parameters()), None
+        (queries, keys), gates = self.shifted(q, k, state, starts), self.token_gates(x)
         empty = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
         memory = empty if state is None else state.memory
         written = k.size(2) // self.segment_length
@@ -196,10 +197,6 @@ class Rule(nn.Module):
             k[:, :, -1].clone(),
             None if self.memory_query_shift is None else q[: len(k), :, -1].clone(),
         )
-
-    def unread(self, local: Tensor) -> Tensor:
-        """`local`, of a pass that has nothing to read or write; each parameter has a gradient."""
-        return local + 0.0 * sum(each.flatten()[0] for each in self.parameters())
 
     def advance(
         self,

@@ -43,11 +43,6 @@ class Memory(NamedTuple):
         kv = function(*(each.kv for each in (self, *others)))
         return Memory(kv, function(*norms) if norms else None)
 
-    @property
-    def parts(self) -> list[Tensor]:
-        """`kv`, and `norm` if there is one."""
-        return [self.kv] if self.norm is None else [self.kv, self.norm]
-
 
 class RuleState(NamedTuple):
     """The state of one layer's memory, with a cache of the open segment.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A read weight that moved less, before the sigmoid if it has one, has not learned.
-UNMOVED = 0.01
+# A read weight whose strength changed less has not learned.
+UNMOVED = 0.001
 # Decimal places with which gains are shown, in nats per token.
 PLACES = 4
 
@@ -36,7 +36,7 @@ def hurts(gain: float, error: float) -> str | None:
 
 
 def unmoved(changes: Sequence[float], steps: int) -> str | None:
-    """Of read weights that changed so much in `steps` steps."""
+    """Of read weights whose strengths changed so much in `steps` steps."""
     if any(abs(change) >= UNMOVED for change in changes):
         return None
     return (

@@ -142,8 +142,9 @@ class MemoryReports(Callback):
         if self._rule is None or step < self._config.training.warmup_steps + SETTLED_STEPS:
             return
         ends = [value for name, value in found.items() if name.endswith(("_min", "_max"))]
-        changes = [self._rule.moved(value, self._config.model) for value in ends]
-        if sentence := inspection.unmoved(changes, step):
+        start = self._rule.start(self._config.model)[self._rule.parameter_names[0]]
+        first = self._rule.strength(start)[0].item()
+        if sentence := inspection.unmoved([value - first for value in ends], step):
             yield "read weights", sentence
         if "memory/probe_gain_error" in found:
             gain, error = found["memory/probe_gain"], found["memory/probe_gain_error"]

@@ -12,7 +12,6 @@ here for who reproduces the paper; the default is the residual memory.
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 import torch
@@ -55,13 +54,6 @@ class Linear(Rule):
     def strength(read_weight: Tensor) -> Tensor:
         """The share of the memory in the output."""
         return read_weight.float().sigmoid()
-
-    @staticmethod
-    def moved(strength: float, config: ModelConfig) -> float:
-        """The change before the sigmoid; infinite where that is 0 or 1."""
-        if not 0.0 < strength < 1.0:
-            return math.copysign(math.inf, strength - 0.5)
-        return math.log(strength / (1.0 - strength)) - config.read_weight_start
 
     @classmethod
     def states(

@@ -61,11 +61,6 @@ class Residual(Rule):
         """The root mean square of w over the width of a head."""
         return read_weight.float().square().mean(1).sqrt()
 
-    @staticmethod
-    def moved(strength: float, config: ModelConfig) -> float:  # noqa: ARG004
-        """w starts at 0."""
-        return strength
-
     def token_gates(self, x: Tensor) -> Tensor:
         """`write_share` sigmoid(W x + 2.2) and `log_keep` −softplus(W' x − 9) of x [B, T, hidden].
 

@@ -114,11 +114,6 @@ class Rule(nn.Module):
         """Return how much each head reads, [H], with such a `read_weight`."""
         raise NotImplementedError
 
-    @staticmethod
-    def moved(strength: float, config: ModelConfig) -> float:
-        """Return how far a parameter of this `strength` has moved from where it starts."""
-        raise NotImplementedError
-
     def token_gates(self, x: Tensor) -> Tensor | None:  # noqa: ARG002 - for rules that have some
         """The `gates` of `states` for the inputs `x` [B, T, hidden] of the layer."""
         return None

@@ -14,8 +14,8 @@ import time
 import torch
 
 from benchmarks.report import publish, speed_ratio, take_turns
-from infini_model.config import ModelConfig
-from infini_model.model.generate import Sampling, read_prompts, stream
+from infini_model.config import ModelConfig, SampleConfig
+from infini_model.model.generate import read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS, cast_weights
 
@@ -55,7 +55,7 @@ def build(options: argparse.Namespace) -> InfiniLlama:
 
 def ours(model: InfiniLlama, prompt: torch.Tensor, new_tokens: int) -> tuple[list[int], float]:
     """The greedy tokens, and the seconds of all but the first."""
-    tokens = stream(model, prompt, Sampling(new_tokens, temperature=0.0))
+    tokens = stream(model, prompt, SampleConfig(max_new_tokens=new_tokens, temperature=0.0))
     found, began = [next(tokens)[0]], time.perf_counter()
     found += [each for (each,) in tokens]
     return [each for each in found if each is not None], time.perf_counter() - began

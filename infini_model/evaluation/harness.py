@@ -16,8 +16,9 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253 - only the task lm_eval
 from lm_eval.models.utils import Collator, normalize_gen_kwargs  # noqa: TID253
 from torch.nn.utils.rnn import pad_sequence
 
+from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.tokenizer import Tokenizer, last_ids
-from infini_model.model.generate import Sampling, chunk_width, stream
+from infini_model.model.generate import chunk_width, sampling, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
 from infini_model.runtime.errors import UserError
@@ -26,29 +27,25 @@ from infini_model.runtime.errors import UserError
 STOP_CONTEXT = 8
 
 
-def read_settings(
-    arguments: dict[str, Any], seed: int, end_token_ids: tuple[int, ...]
-) -> tuple[tuple[str, ...], Sampling]:
+def read_settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], SampleConfig]:
     """The stop strings and the sampling that a request's `generation_kwargs` ask for.
 
     Raises `UserError` for a setting that is not supported or out of its range.
     """
     given: dict[str, Any] = dict(normalize_gen_kwargs(arguments))
     is_sampled, until = given.pop("do_sample"), given.pop("until")
-    sampling = Sampling(
+    settings = sampling(
         max_new_tokens=given.pop("max_gen_toks"),
         temperature=float(given.pop("temperature", 1.0 if is_sampled else 0.0)),
         top_k=given.pop("top_k", None) or None,
         top_p=given.pop("top_p", None),
-        seed=seed,
-        end_token_ids=end_token_ids,
     )
     if given:
         raise UserError(
             f"generation_kwargs: {next(iter(given))} is not supported; there are until, "
             "max_gen_toks, do_sample, temperature, top_k and top_p"
         )
-    return tuple(filter(None, until)), sampling
+    return tuple(filter(None, until)), settings
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
@@ -158,13 +155,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         Raises `UserError` if a setting is not supported or out of its range, or a model without a
         memory has no room for the prompt besides `max_gen_toks`.
         """
-        seed, ends = self._seed, self._text.end_token_ids
         asked = [
-            (
-                number,
-                self.tok_encode(prompt) or [self.eot_token_id],
-                *read_settings(kwargs, seed, ends),
-            )
+            (number, self.tok_encode(prompt) or [self.eot_token_id], *read_settings(kwargs))
             for number, (prompt, kwargs) in enumerate(request.args for request in requests)
         ]
         order = Collator(
@@ -185,23 +177,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         prompts: Sequence[list[int]],
         rows: Sequence[int],
         until: Sequence[str],
-        sampling: Sampling,
+        settings: SampleConfig,
     ) -> list[str]:
-        config = self._model.config
+        config, ends = self._model.config, self._text.end_token_ids
         if not config.has_past:  # it reads the last tokens
-            room = config.segment_length - sampling.max_new_tokens
+            room = config.segment_length - settings.max_new_tokens
             if room < 1:
                 raise UserError(
-                    f"max_gen_toks: got {sampling.max_new_tokens}; the model has no memory, and "
+                    f"max_gen_toks: got {settings.max_new_tokens}; the model has no memory, and "
                     f"prompt and answer must fit its segment_length of {config.segment_length}"
                 )
             prompts = [prompt[-room:] for prompt in prompts]
         new: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
         newest = max((len(stop.encode()) for stop in until), default=0) + STOP_CONTEXT
-        for tokens in stream(self._model, prompts, sampling, rows=rows):
+        for tokens in stream(self._model, prompts, settings, self._seed, ends, rows=rows):
             for row in tuple(going):
-                is_end = (token := tokens[row]) is None or token in sampling.end_token_ids
+                is_end = (token := tokens[row]) is None or token in ends
                 if token is not None and not is_end:
                     new[row].append(token)
                 # A stop string may span several tokens.

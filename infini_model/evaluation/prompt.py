@@ -13,7 +13,7 @@ from infini_model.config import Config, SampleConfig
 from infini_model.data.sources.chat import ASSISTANT, USER, ChatTemplate
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer, last_ids, prompt_ids
-from infini_model.model.generate import PREFILL_TOKENS, Sampling, stream
+from infini_model.model.generate import PREFILL_TOKENS, draw, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import CheckpointError, UserError
@@ -97,25 +97,13 @@ def new_tokens(
     One by one from a causal model, block by block from one of diffusion. Errors are those of
     `infini_model.model.generate.generate` and `infini_model.model.unmask.unmask`.
     """
-    sampling = _sampling(settings, seed, end_token_ids)
     blocks: Iterable[Sequence[int | None]]
     if model.config.bidirectional:
-        blocks = unmask(model, ids, sampling, settings.unmasking)
+        blocks = unmask(model, ids, settings, seed, end_token_ids)
     else:
-        blocks = stream(model, [ids], sampling)
+        blocks = stream(model, [ids], settings, seed, end_token_ids)
     tokens = (token for block in blocks for token in block if token is not None)
     return (token for token in tokens if token not in end_token_ids)
-
-
-def _sampling(settings: SampleConfig, seed: int, end_token_ids: tuple[int, ...]) -> Sampling:
-    return Sampling(
-        settings.max_new_tokens,
-        settings.temperature,
-        settings.top_k,
-        settings.top_p,
-        seed,
-        end_token_ids,
-    )
 
 
 def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
@@ -159,15 +147,14 @@ class Conversation:
     ) -> None:
         """Begin without a message; equal seeds and turns give equal answers.
 
-        Raises `UserError` if the model is not causal, a setting is out of its range, or `template`
-        does not render a conversation.
+        Raises `UserError` if the model is not causal, or `template` does not render a conversation.
         """
         if model.config.bidirectional:
             raise UserError("chat needs a causal model; this one generates by diffusion")
         # What closes an answer ends it, if it is one token, as `<|eot_id|>` is.
         closing = tokenizer.encode_batch([template.closing]).ids.tolist()
-        ends = tokenizer.end_token_ids + (tuple(closing) if len(closing) == 1 else ())
-        self._sampling = _sampling(sampling, seed, ends)
+        self._ends = tokenizer.end_token_ids + (tuple(closing) if len(closing) == 1 else ())
+        self._sampling = sampling
         self._model, self._tokenizer = model, tokenizer
         self._template = template
         self._rng = np.random.default_rng(seed)
@@ -195,8 +182,8 @@ class Conversation:
         sampling, logits = self._sampling, self._read(ids)
         for _ in range(sampling.max_new_tokens):
             drawn = torch.tensor([self._rng.random()], dtype=torch.float64)
-            token = int(sampling.draw(logits, drawn))
-            if token in sampling.end_token_ids:
+            token = int(draw(sampling, logits, drawn))
+            if token in self._ends:
                 return
             yield token
             logits = self._read([token])

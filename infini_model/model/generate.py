@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from infini_model.config import SampleConfig
+from infini_model.config.explaining import one_line
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.state import State
 from infini_model.runtime.errors import UserError
@@ -19,60 +22,33 @@ PREFILL_TOKENS = 4096
 Prompts = Tensor | Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How text is generated from logits.
+def sampling(**settings: Any) -> SampleConfig:
+    """Return these settings. Raises `UserError` if one is out of its range."""
+    try:
+        return SampleConfig(**settings)
+    except ValidationError as error:
+        raise UserError(one_line(error)) from error
 
-    Attributes:
-        max_new_tokens: Maximum number of tokens to generate.
-        temperature: Divides the logits; 0 always takes the most likely token.
-        top_k: Sample from the k most likely tokens only.
-        top_p: Sample from the smallest set of most likely tokens whose probabilities reach p.
-        seed: The same seed gives the same tokens on every device.
-        end_token_ids: Tokens that end a text; they are included.
 
-    Raises:
-        UserError: A setting is out of its range.
+def draw(settings: SampleConfig, logits: Tensor, drawn: Tensor) -> Tensor:
+    """One token per row, [N] int64, from logits [N, V].
+
+    `drawn` are numbers in [0, 1), float64 [N]; where they fall among the cumulative probabilities
+    decides the tokens.
     """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    end_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise UserError(f"max_new_tokens: got {self.max_new_tokens}, needs 0 or more")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature: got {self.temperature}, needs 0 or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k: got {self.top_k}, needs 1 or more")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p: got {self.top_p}, needs more than 0 and at most 1")
-        if self.seed < 0:
-            raise UserError(f"seed: got {self.seed}, needs 0 or more")
-
-    def draw(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """One token per row, [N] int64, from logits [N, V].
-
-        `drawn` are numbers in [0, 1), float64 [N]; where they fall among the cumulative
-        probabilities decides the tokens.
-        """
-        logits = logits.float()
-        if self.temperature == 0.0:
-            return logits.argmax(dim=-1)
-        ordered, tokens = logits.topk(min(self.top_k or logits.size(-1), logits.size(-1)))
-        # Subtracting the maximum first avoids overflow at small temperatures.
-        scaled = (ordered - ordered[:, :1]) / self.temperature
-        weights = scaled.softmax(dim=-1, dtype=torch.float64)
-        if self.top_p is not None:
-            before = weights.cumsum(dim=-1) - weights
-            weights = weights.masked_fill(before >= self.top_p, 0.0)
-        cumulative = weights.cumsum(dim=-1)
-        below = cumulative / cumulative[:, -1:] <= drawn.to(cumulative.device).unsqueeze(1)
-        return tokens.gather(1, below.sum(dim=-1, keepdim=True)).squeeze(1)
+    logits = logits.float()
+    if settings.temperature == 0.0:
+        return logits.argmax(dim=-1)
+    ordered, tokens = logits.topk(min(settings.top_k or logits.size(-1), logits.size(-1)))
+    # Subtracting the maximum first avoids overflow at small temperatures.
+    scaled = (ordered - ordered[:, :1]) / settings.temperature
+    weights = scaled.softmax(dim=-1, dtype=torch.float64)
+    if settings.top_p is not None:
+        before = weights.cumsum(dim=-1) - weights
+        weights = weights.masked_fill(before >= settings.top_p, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    below = cumulative / cumulative[:, -1:] <= drawn.to(cumulative.device).unsqueeze(1)
+    return tokens.gather(1, below.sum(dim=-1, keepdim=True)).squeeze(1)
 
 
 def generate(
@@ -88,14 +64,15 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt.
 
-    Arguments that are not described here are those of `infini_model.model.generate.Sampling`.
+    Arguments that are not described here are those of `infini_model.config.SampleConfig`.
 
     Args:
         model: The model, used on its own device and in `model.precision`.
         prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
             row depends on another.
-        eos_token_id: Token that ends a text, or several of them.
-        seed: Row i is sampled from a generator seeded with (seed, i).
+        eos_token_id: Token that ends a text, or several of them; it is included.
+        seed: Row i is sampled from a generator seeded with (seed, i): the same tokens on every
+            device.
 
     Returns:
         The new tokens of each row, without the prompt.
@@ -104,10 +81,14 @@ def generate(
         UserError: An empty prompt, a token outside the vocabulary, a setting out of its range, or a
             bidirectional model.
     """
+    if seed < 0:
+        raise UserError(f"seed: got {seed}, needs 0 or more")
+    settings = sampling(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+    )
     ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, ends)
     rows: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(model, prompts, sampling):
+    for tokens in stream(model, prompts, settings, seed, ends):
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:
                 row.append(token)
@@ -117,7 +98,9 @@ def generate(
 def stream(
     model: InfiniLlama,
     prompts: Prompts,
-    sampling: Sampling,
+    settings: SampleConfig,
+    seed: int = 0,
+    end_token_ids: tuple[int, ...] = (),
     *,
     rows: Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
@@ -130,20 +113,17 @@ def stream(
     """
     ids, lengths = _pad(prompts, model.lm_head.out_features)
     numbers = rows or range(len(lengths))
-    generators = [np.random.default_rng((sampling.seed, row)) for row in numbers]
+    generators = [np.random.default_rng((seed, row)) for row in numbers]
     device = model.lm_head.weight.device
     logits, state = read_prompts(model, ids, lengths)
     ended = [False] * len(lengths)
-    for number in range(1, sampling.max_new_tokens + 1):
+    for number in range(1, settings.max_new_tokens + 1):
         drawn = torch.tensor([each.random() for each in generators], dtype=torch.float64)
-        tokens = sampling.draw(logits, drawn)
+        tokens = draw(settings, logits, drawn)
         sampled: list[int] = tokens.tolist()
         yield [None if end else token for token, end in zip(sampled, ended, strict=True)]
-        ended = [
-            end or token in sampling.end_token_ids
-            for token, end in zip(sampled, ended, strict=True)
-        ]
-        if all(ended) or number == sampling.max_new_tokens:
+        ended = [end or token in end_token_ids for token, end in zip(sampled, ended, strict=True)]
+        if all(ended) or number == settings.max_new_tokens:
             return
         with torch.inference_mode(), model.precision.autocast(device):
             hidden, state = model.advance(tokens[:, None], state, in_place=True)

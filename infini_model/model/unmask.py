@@ -20,20 +20,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from infini_model.config import UnmaskingConfig
-from infini_model.model.generate import Sampling, read_prompts
+from infini_model.config import SampleConfig
+from infini_model.model.generate import draw, read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.random import hashed, uniform
 from infini_model.runtime.errors import UserError
-
-DEFAULT = UnmaskingConfig()
 
 
 def unmask(
     model: InfiniLlama,
     prompt: Sequence[int],
-    sampling: Sampling,
-    settings: UnmaskingConfig = DEFAULT,
+    settings: SampleConfig,
+    seed: int = 0,
+    end_token_ids: tuple[int, ...] = (),
 ) -> Iterator[list[int]]:
     """Continue `prompt`, up to the end of text or of a context without memory.
 
@@ -41,9 +40,10 @@ def unmask(
         model: A bidirectional model with a mask token, used as in
             `infini_model.model.generate.generate`.
         prompt: Token ids; may be empty.
-        sampling: How many tokens are generated, if the context has room for them, and how each is
-            drawn from its logits.
-        settings: Blocks and steps.
+        settings: How many tokens are generated, if the context has room for them, how each is
+            drawn from its logits, and in which blocks and steps.
+        seed: The same seed gives the same tokens on every device.
+        end_token_ids: Tokens that end a text; they are included.
 
     Yields:
         The tokens of each block, once it is complete.
@@ -53,9 +53,9 @@ def unmask(
             the vocabulary, or the model is causal.
     """
     mask, length = _check(model, prompt), model.config.segment_length
-    ends = torch.tensor(sampling.end_token_ids, dtype=torch.int64)
+    ends = torch.tensor(end_token_ids, dtype=torch.int64)
     device = model.lm_head.weight.device
-    state, known, new = None, [*prompt], sampling.max_new_tokens
+    state, known, new = None, [*prompt], settings.max_new_tokens
     if model.config.has_past:
         full = len(prompt) // length * length
         ids = torch.tensor([prompt[:full]], dtype=torch.int64)
@@ -63,7 +63,7 @@ def unmask(
         known = known[full:]
     else:
         new = min(new, length - len(known))
-    left, step = new, 0
+    left, step, unmasking = new, 0, settings.unmasking
 
     def predict(ids: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens at the positions `masked` of a segment, and the confidence in each."""
@@ -72,8 +72,8 @@ def unmask(
             hidden = model.hidden(rows) if state is None else model.extend(rows, state)[0]
             logits: Tensor = model.lm_head(hidden[0, masked.to(device)]).float()
             logits[:, mask] = -torch.inf  # the mask token has no probability
-        drawn = uniform(hashed(sampling.seed, step, masked))
-        tokens = sampling.draw(logits, drawn)
+        drawn = uniform(hashed(seed, step, masked))
+        tokens = draw(settings, logits, drawn)
         probabilities = logits.double().softmax(dim=-1)
         return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
@@ -81,9 +81,9 @@ def unmask(
         segment = torch.tensor([*known, *[mask] * (length if state is not None else new)])
         ids = segment[:length].to(device)
         stop = min(len(ids), len(known) + left)
-        for start in range(len(known), stop, settings.block_length):
-            block = ids[start : min(start + settings.block_length, stop)]
-            share = 1.0 if settings.steps is None else settings.steps / new
+        for start in range(len(known), stop, unmasking.block_length):
+            block = ids[start : min(start + unmasking.block_length, stop)]
+            share = 1.0 if unmasking.steps is None else unmasking.steps / new
             steps_left = max(1, round(share * len(block)))
             while len(masked := (block == mask).nonzero().squeeze(1).cpu()):
                 tokens, confidence = predict(ids, masked + start)

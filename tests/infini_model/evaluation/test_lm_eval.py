@@ -22,11 +22,12 @@ from tokenizers import Tokenizer as Reference
 from trained_run import Made
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.harness import HarnessModel, read_settings
 from infini_model.evaluation.tasks import load_task
-from infini_model.model.generate import PREFILL_TOKENS, Sampling, generate
+from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import DataError, UserError
 
@@ -110,13 +111,13 @@ def test_greedy_texts_are_those_of_the_harness(pair):
 
 def test_settings_are_read_under_all_their_names():
     given = {"until": "\n", "max_new_tokens": 5, "do_sample": True, "top_k": 0, "top_p": 0.5}
-    sampled = Sampling(5, temperature=1.0, top_k=None, top_p=0.5, seed=3, end_token_ids=(7,))
-    assert read_settings(given, 3, (7,)) == (("\n",), sampled)
-    greedy = Sampling(256, temperature=0.0, seed=3, end_token_ids=(7,))
-    assert read_settings({"until": ["a", ""]}, 3, (7,)) == (("a",), greedy)
-    assert read_settings({"do_sample": False, "temperature": 0.7}, 3, (7,)) == ((), greedy)
+    sampled = SampleConfig(max_new_tokens=5, temperature=1.0, top_k=None, top_p=0.5)
+    assert read_settings(given) == (("\n",), sampled)
+    greedy = SampleConfig(max_new_tokens=256, temperature=0.0, top_k=None)
+    assert read_settings({"until": ["a", ""]}) == (("a",), greedy)
+    assert read_settings({"do_sample": False, "temperature": 0.7}) == ((), greedy)
     with pytest.raises(UserError, match="generation_kwargs: num_beams is not supported"):
-        read_settings({"num_beams": 4}, 3, (7,))
+        read_settings({"num_beams": 4})
 
 
 BYTES = ByteTokenizer()

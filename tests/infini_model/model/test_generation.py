@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from infini_model.config import UnmaskingConfig
+from infini_model.config import SampleConfig
 from infini_model.model import generate as generation
-from infini_model.model.generate import Sampling, generate
+from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import UserError
@@ -136,10 +136,9 @@ class Scripted(InfiniLlama):
         return self.logits[None, : input_ids.size(1)].expand(len(input_ids), -1, -1)
 
 
-def run(model, prompt=PROMPT, new=24, settings=None, **options):
-    settings = UnmaskingConfig(**settings or {})
-    sampling = Sampling(new, **{"temperature": 0.0} | options)
-    blocks = unmask(model, prompt, sampling, settings)
+def run(model, prompt=PROMPT, new=24, settings=None, temperature=0.0, **options):
+    drawn = {"max_new_tokens": new, "temperature": temperature, "top_k": None}
+    blocks = unmask(model, prompt, SampleConfig(unmasking=settings or {}, **drawn), **options)
     return [token for block in blocks for token in block]
 
 

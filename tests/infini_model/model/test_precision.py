@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_models import draw_memory_parameters, tiny_config, tiny_model
 
-from infini_model.config import LoraConfig
-from infini_model.model.generate import Sampling, read_prompts, stream
+from infini_model.config import LoraConfig, SampleConfig
+from infini_model.model.generate import read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.lora import initial_adapters
 from infini_model.model.precision import PRECISIONS, cast_weights, resolve_precision
@@ -76,7 +76,7 @@ def test_weights_in_16_bits_are_cast_once_and_give_the_bits_of_autocast(changes)
     assert all(map(torch.equal, logits, same))
     used = set()
     model.lm_head.register_forward_pre_hook(lambda layer, _: used.add(layer.weight.dtype))
-    streamed = stream(model, prompt, Sampling(6, temperature=0))
+    streamed = stream(model, prompt, SampleConfig(max_new_tokens=6, temperature=0.0))
     assert tokens == [token for (token,) in streamed]
     assert used == {torch.bfloat16}
 

@@ -5,7 +5,6 @@ return it from `make_objective`.
 """
 
 from infini_model.config import Config
-from infini_model.objectives.block_diffusion import BlockDiffusion
 from infini_model.objectives.causal import CausalLM
 from infini_model.objectives.masked_diffusion import MaskedDiffusion
 from infini_model.objectives.objective import Objective
@@ -23,6 +22,6 @@ def make_objective(config: Config) -> Objective:
     mask = config.model.mask_token_id
     if mask is None:
         raise ConfigError(f"model.mask_token_id: missing; {config.training.objective} needs one")
-    if config.training.objective == "block_diffusion":
-        return BlockDiffusion(config.run.seed, mask, config.model.segment_length)
-    return MaskedDiffusion(config.run.seed, mask)
+    in_blocks = config.training.objective == "block_diffusion"
+    block_length = config.model.segment_length if in_blocks else None
+    return MaskedDiffusion(config.run.seed, mask, block_length)

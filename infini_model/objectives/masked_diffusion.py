@@ -10,6 +10,14 @@ The sum is divided by the tokens that could have been masked, so the loss is in 
 conversation only what is learned is masked (algorithm 2), with the end of text that closes it, and
 L is the number of those tokens. The noise of a window depends only on the seed and the window's
 key, never on batches or devices.
+
+In block diffusion (arXiv 2503.09573) the segments of a window are blocks, from left to right, and
+each is filled in as a window is, given all the blocks before it: the sum over blocks bounds the
+window's negative log-likelihood. Here a block does not attend to all those before it: it reads them
+from the memory of Infini-attention (arXiv 2404.07143) and sees those in its window, so generation
+holds as much for a long text as for a short one. All blocks are trained at once by two streams of
+the same weights: a clean one writes the memory, and in a noisy one each masked block reads the
+memory of the clean blocks before it, and sees them.
 """
 
 from __future__ import annotations
@@ -27,14 +35,12 @@ from infini_model.objectives.objective import Inputs, Reduction, weighted_losses
 class MaskedDiffusion:
     """Prediction of masked tokens; the loss is a bound of the negative log-likelihood per token.
 
-    Attributes:
-        block_length: Tokens of a block, each of which has noise of its own; None is the window.
+    With a `block_length`, that of the model's segments, it is block diffusion: each block has noise
+    of its own.
     """
 
-    block_length: int | None = None
-
-    def __init__(self, seed: int, mask_token_id: int) -> None:
-        self.seed, self.mask_token_id = seed, mask_token_id
+    def __init__(self, seed: int, mask_token_id: int, block_length: int | None = None) -> None:
+        self.seed, self.mask_token_id, self.block_length = seed, mask_token_id, block_length
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens 0 … L - 1 of each row, some of them masked; the labels are the masked tokens."""
@@ -61,10 +67,6 @@ class MaskedDiffusion:
             weights.float(),
         )
 
-    def hidden(self, model: InfiniLlama, inputs: Inputs) -> Tensor:
-        """The inputs of `lm_head` at all positions, [B, T, hidden]."""
-        return model.hidden(inputs.input_ids, inputs.document_starts, inputs.without)
-
     def _draw(self, keys: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
         """Masked positions, bool [B, S, L], and the weight of each block, float64 [B, S]."""
         lengths = maskable.sum(2)
@@ -83,14 +85,16 @@ class MaskedDiffusion:
 
         Logits are computed for masked positions only.
         """
-        hidden = self.hidden(model, inputs)
-        chosen = inputs.labels != IGNORED
-        targets, output = inputs.labels[chosen], model.lm_head.weight
+        ids, labels, starts = inputs.input_ids, inputs.labels, inputs.document_starts
+        chosen = labels != IGNORED
+        clean = None if self.block_length is None else torch.where(chosen, labels, ids)
+        hidden = model.hidden(ids, starts, inputs.without, past_ids=clean)
+        targets, output = labels[chosen], model.lm_head.weight
         weights = None if inputs.weights is None else inputs.weights[chosen]
         losses = weighted_losses(
             hidden[chosen], output, targets, weights, reduction, self.mask_token_id
         )
         if reduction == "sum":
             return losses
-        zeros = torch.zeros_like(inputs.labels, dtype=losses.dtype)
+        zeros = torch.zeros_like(labels, dtype=losses.dtype)
         return zeros.masked_scatter(chosen, losses)

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
-from infini_model.objectives.block_diffusion import BlockDiffusion
 from infini_model.objectives.masked_diffusion import MaskedDiffusion
 from infini_model.objectives.objective import LossModule
 
@@ -25,14 +24,14 @@ def windows(count, blocks=BLOCKS, length=LENGTH, first_key=0):
 
 def masks(batch, length=LENGTH, seed=0):
     """Which tokens are masked, by block, [B, S, L]."""
-    inputs = BlockDiffusion(seed, MASK, length).inputs(batch)
+    inputs = MaskedDiffusion(seed, MASK, length).inputs(batch)
     return (inputs.input_ids == MASK).unflatten(1, (-1, length))
 
 
 def make_module(length=LENGTH):
     diffusion = {"memory_query_shift": True, "bidirectional": True, "mask_token_id": MASK}
     shape = {"vocab_size": VOCABULARY, "segment_length": length, "initializer_range": 0.3}
-    return LossModule(tiny_model(**shape | diffusion), BlockDiffusion(0, MASK, length))
+    return LossModule(tiny_model(**shape | diffusion), MaskedDiffusion(0, MASK, length))
 
 
 def losses_of(logits, labels):
@@ -68,7 +67,7 @@ def test_the_masks_depend_on_seed_window_and_block_alone():
 def test_masked_tokens_are_the_labels_and_all_others_are_seen():
     batch = windows(64)
     ids = batch.tokens[:, 0, :-1]
-    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(batch)
+    inputs = MaskedDiffusion(0, MASK, LENGTH).inputs(batch)
     masked = inputs.input_ids == MASK
     assert torch.equal(inputs.labels[masked], ids[masked])
     assert torch.equal(inputs.input_ids[~masked], ids[~masked])
@@ -91,7 +90,7 @@ def test_the_counts_are_spread_evenly_over_windows_and_blocks(rows, blocks, firs
 def test_padding_is_seen_and_never_masked():
     tokens = torch.randint(MASK, (2, BLOCKS, LENGTH + 1))
     valid = torch.tensor([[4, 4, 2, 0, 0, 0], [4, 1, 4, 4, 4, 3]])
-    inputs = BlockDiffusion(0, MASK, LENGTH).inputs(Batch(tokens, valid, None, torch.arange(2)))
+    inputs = MaskedDiffusion(0, MASK, LENGTH).inputs(Batch(tokens, valid, None, torch.arange(2)))
     by_block = inputs.counted.unflatten(1, (-1, LENGTH)).sum(2)
     assert by_block.tolist() == [[4, 4, 3, 0, 0, 0], [4, 2, 4, 4, 4, 4]]
     assert not ((inputs.labels != -100) & ~inputs.counted).any()

@@ -87,7 +87,9 @@ def unmask(
             steps_left = max(1, round(share * len(block)))
             while len(masked := (block == mask).nonzero().squeeze(1).cpu()):
                 tokens, confidence = predict(ids, masked + start)
-                kept = _kept(tokens, confidence, len(masked), steps_left, ends)
+                is_end = torch.isin(tokens, ends.to(tokens.device))
+                order = (confidence - 2.0 * is_end).argsort(descending=True, stable=True)
+                kept = order[: math.ceil(len(masked) / steps_left)]
                 block[masked.to(block.device)[kept]] = tokens[kept]
                 # What follows an end is not generated.
                 if len(found := torch.isin(block.cpu(), ends).nonzero()):
@@ -122,12 +124,3 @@ def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
     if outside:
         raise UserError(f"prompt: token {outside[0]} is outside the vocabulary of {vocabulary}")
     return mask
-
-
-def _kept(tokens: Tensor, confidence: Tensor, masked: int, steps_left: int, ends: Tensor) -> Tensor:
-    """The predicted tokens that stay, bool [N]: a step's share of those masked."""
-    is_end = torch.isin(tokens, ends.to(tokens.device))
-    order = (confidence - 2.0 * is_end).argsort(descending=True, stable=True)
-    kept = torch.zeros_like(is_end)
-    kept[order[: math.ceil(masked / steps_left)]] = True
-    return kept

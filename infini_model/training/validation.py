@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import validation_batches
-from infini_model.model import inspection
+from infini_model.model.inspection import PLACES, effect
 from infini_model.model.memory import RULES
 from infini_model.runtime.metrics_file import Line
 from infini_model.training.callbacks import Callback, Evaluation
@@ -26,6 +26,8 @@ PROBE_WINDOWS = 8
 # Steps after the warm-up from which on warnings are due: before, read weights have hardly moved
 # and memories are hardly trained.
 SETTLED_STEPS = 100
+# A read weight whose strength changed less has not learned.
+UNMOVED = 0.001
 
 log = logging.getLogger(__name__)
 
@@ -144,9 +146,17 @@ class MemoryReports(Callback):
         ends = [value for name, value in found.items() if name.endswith(("_min", "_max"))]
         start = self._rule.start(self._config.model)[self._rule.parameter_names[0]]
         first = self._rule.strength(start)[0].item()
-        if sentence := inspection.unmoved([value - first for value in ends], step):
-            yield "read weights", sentence
+        if all(abs(value - first) < UNMOVED for value in ends):
+            yield (
+                "read weights",
+                f"All read weights are still where they started after {step:,} steps. Raise "
+                "training.memory_learning_rate.",
+            )
         if "memory/probe_gain_error" in found:
-            gain, error = found["memory/probe_gain"], found["memory/probe_gain_error"]
-            if sentence := inspection.hurts(gain, error):
-                yield "gain", sentence
+            gain, margin = found["memory/probe_gain"], 2.0 * found["memory/probe_gain_error"]
+            if (shown := effect(gain, gain - margin, gain + margin)) < 0.0:
+                yield (
+                    "gain",
+                    f"The memory hurts: with the same weights the loss is {-shown:.{PLACES}f} "
+                    "lower without it. Train longer, or without it: model.memory=none.",
+                )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infini_model.model.inspection import effect, hurts
+from infini_model.model.inspection import effect
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,3 @@ from infini_model.model.inspection import effect, hurts
 )
 def test_only_what_is_certain_has_an_effect(gain, error, expected):
     assert effect(gain, gain - 2 * error, gain + 2 * error) == expected
-    warning = hurts(gain, error)
-    assert (warning is not None) == (expected < 0)
-    assert warning is None or warning.startswith("The memory hurts: with the same weights the loss")

@@ -23,17 +23,12 @@ _OLDEST_FLASH_ATTN_4 = "4.0.0b8"
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The kernel to use: `sdpa`, by which PyTorch chooses among its own, or one of `_FLASH_ATTN`.
 
-    These take 16 bits: where the computation is in float32, `flash` means `sdpa`. Each is
-    deterministic in its backward pass if `torch.use_deterministic_algorithms` asks for it.
+    `backend` is one of `LaunchConfig.attention_backend`. The distributions take 16 bits: where the
+    computation is in float32, `flash` means `sdpa`. Each is deterministic in its backward pass if
+    `torch.use_deterministic_algorithms` asks for it.
 
-    Args:
-        backend: One of `LaunchConfig.attention_backend`.
-        device: Where the attention runs.
-        dtype: Of queries, keys and values.
-        head_dim: Width of a head.
-
-    Raises:
-        ConfigError: The backend is unknown, not installed, or does not support device or head.
+    Raises `ConfigError` if the backend is unknown, not installed, or does not support device or
+    head.
     """
     got = f"launch.attention_backend: got {backend!r}"
     if backend not in get_args(AttentionBackend):

@@ -67,14 +67,9 @@ def streams_with_previous(
 
 @operator("shift", lambda *inputs: torch.empty_like(inputs[0]))
 def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
-    """lerp(k_t, k_{t−1}, μ_t); the first token keeps its own key.
+    """lerp(k_t, k_{t−1}, μ_t) of `keys` [B, H_kv, T, D], of their shape and dtype.
 
-    Args:
-        keys: [B, H_kv, T, D].
-        share: μ_t, [B, H_kv, T], of the dtype of `keys`; 0 for the first token.
-
-    Returns:
-        [B, H_kv, T, D].
+    `share` is μ_t, [B, H_kv, T], of the same dtype; 0 for the first token, which keeps its own key.
     """
     before = torch.cat((keys[:, :, :1], keys[:, :, :-1]), dim=2)
     return torch.lerp(keys, before, share.unsqueeze(-1))

@@ -23,7 +23,7 @@ _OLDEST_FLASH_ATTN_4 = "4.0.0b8"
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The kernel to use: `sdpa`, by which PyTorch chooses among its own, or one of `_FLASH_ATTN`.
 
-    `backend` is one of `LaunchConfig.attention_backend`. The distributions take 16 bits: where the
+    `backend` is one of `LaunchConfig.attention_backend`. FlashAttention takes 16 bits: where the
     computation is in float32, `flash` means `sdpa`. Each is deterministic in its backward pass if
     `torch.use_deterministic_algorithms` asks for it.
 

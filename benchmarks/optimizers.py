@@ -1,4 +1,4 @@
-"""What Muon is worth: the loss after as many tokens as AdamW has seen, each at its best rate.
+"""Muon beside AdamW: the loss after as many tokens, each at its best learning rate.
 
 The runs are those of the preset quickstart and differ in `training.optimizer` and
 `training.learning_rate` alone. With the first of --seeds each optimizer is trained at all --rates,
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace, trial: Trial | None = None) -> Config:
-    """The quickstart, with what a trial sets."""
+    """Return the settings of the quickstart, with what a trial sets."""
     overrides: list[Any] = [
         {"run": {"output_dir": str(options.folder)}, "data": {"name": options.corpus}},
         {"tracking": {"mlflow": False, "tensorboard": False}},
@@ -128,7 +128,7 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> None:
 
 
 def tabulate(done: dict[Trial, dict[str, Any]]) -> Iterator[tuple[dict[str, Cell], Ratio | None]]:
-    """A row for each optimizer and rate; of the best of muon, its ratio to the best of adamw."""
+    """Yield a row for each optimizer and rate; of the best of muon, the ratio to that of adamw."""
     groups: dict[Trial, dict[int, dict[str, Any]]] = {}
     for trial, result in done.items():
         groups.setdefault(trial._replace(seed=0), {})[trial.seed] = result

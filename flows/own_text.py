@@ -29,7 +29,7 @@ UNKNOWN_SIZE = 100 * MEGABYTE
 
 
 def configure_own_text(typed: Mapping[str, Any], config: Config) -> tuple[Invocation, str]:
-    """The settings for own documents, and a line that says what was chosen and how to choose.
+    """Choose the settings for own documents; return them and a line that says what was chosen.
 
     `config` is what `typed` means over the default preset. Raises `DeviceError` for a GPU that does
     not exist, `DataError` if a pattern matches no file, `ConfigError` as `configure` does.
@@ -52,7 +52,7 @@ def configure_own_text(typed: Mapping[str, Any], config: Config) -> tuple[Invoca
 
 
 def _size(config: Config) -> int | None:
-    """The bytes of the documents; None unless all are files of this machine."""
+    """Add up the bytes of the documents; None unless all are files of this machine."""
     size = 0
     for source in config.data.named_sources.values():
         if not isinstance(source, FilesSource) or any("://" in path for path in source.paths):

@@ -23,19 +23,19 @@ MLFLOW_AUTH = "INFINI_MLFLOW_AUTH_STRING"
 
 
 def server_environment(secret: str | None) -> dict[str, str]:
-    """Environment of a server that requires "user:password"; without one it is open."""
+    """Return the environment of a server that requires "user:password"; without one it is open."""
     if secret is None:
         return {}
     return {"PREFECT_SERVER_API_AUTH_STRING": secret, MLFLOW_AUTH: secret}
 
 
 def prefect_client(secret: str | None) -> dict[str, str]:
-    """Environment of a process that talks to Prefect's server."""
+    """Return the environment of a process that talks to Prefect's server."""
     return {} if secret is None else {"PREFECT_API_AUTH_STRING": secret}
 
 
 def mlflow_client(secret: str | None, tracking_uri: str) -> dict[str, str]:
-    """Environment of a process that talks to MLflow at `tracking_uri`.
+    """Return the environment of a process that talks to MLflow at `tracking_uri`.
 
     MLflow would send the password to any server, so it is set for loopback only.
     """
@@ -51,7 +51,7 @@ def secret_file(home: Path) -> Path:
 
 
 def stored_secret(home: Path) -> str | None:
-    """The "user:password" that the servers require; None if they are open.
+    """Read the "user:password" that the servers require; None if they are open.
 
     Raises `UserError` if it belongs to another user.
     """

@@ -259,7 +259,7 @@ def make_partitions(
     engine: Engine,
     progress: OnProgress | None,
 ) -> dict[str, PartitionRecord]:
-    """The partitions of some keys; makes those that are missing.
+    """Return the partitions of some keys; make those that are missing.
 
     `what` they are is for messages.
     """

@@ -291,7 +291,7 @@ class StoredDatasets(Datasets):
 
 
 def datasets_at(place: Path | str, address: str | None = None) -> Datasets:
-    """The datasets at an address, or of a folder, which may be the working copy of an `address`."""
+    """Return the datasets at an address, or of a folder, perhaps the working copy of `address`."""
     if is_url(place):
         return StoredDatasets(str(place), working_folder(str(place)))
     return Datasets(Path(place)) if address is None else StoredDatasets(address, Path(place))

@@ -31,7 +31,7 @@ def sampling(**settings: Any) -> SampleConfig:
 
 
 def draw(settings: SampleConfig, logits: Tensor, drawn: Tensor) -> Tensor:
-    """One token per row, [N] int64, from logits [N, V].
+    """Draw one token per row, [N] int64, from logits [N, V].
 
     `drawn` are numbers in [0, 1), float64 [N]; where they fall among the cumulative probabilities
     decides the tokens.

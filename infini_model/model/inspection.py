@@ -1,4 +1,4 @@
-"""What the measured gain of a memory means.
+"""The meaning of the measured gain of a memory.
 
 To knock a memory out, with the same weights, is to read nothing from it. That shows what the
 weights rely on, not what a memory is worth: for that a model has to be trained without one.

@@ -146,7 +146,7 @@ class SystemMetrics(Callback):
 
 
 def _host(seconds: float | None) -> dict[str, float]:
-    """CPU and memory use, over the next `seconds` or since the last call."""
+    """Measure CPU and memory use, over the next `seconds` or since the last call."""
     import psutil
 
     memory, process = psutil.virtual_memory(), psutil.Process()

@@ -19,7 +19,7 @@ from infini_model.training.muon import Muon
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
-    """The group of a parameter; `layers` are the matrices of the decoder layers.
+    """Return the group of a parameter; `layers` are the matrices of the decoder layers.
 
     Weight decay applies to matrices, but not to norms or embeddings: a rare token's row would
     shrink between its few gradients. Nor does it to the memory's own parameters, which have their
@@ -35,7 +35,7 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, world: World | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are trained, in groups that keep their `peak` rates.
+    """Make the optimizer of the parameters that are trained; its groups keep their `peak` rates.
 
     Muon takes the group `layers`, AdamW the groups `decay`, `no decay` and `memory`, or all.
     `world` are the ranks that train together, by default this process alone.

@@ -66,7 +66,7 @@ def fetch_files(
 
 
 def _resolve(address: str, raw_dir: Path, given: str | None) -> _Remote:
-    """The file at an address, as the server describes it."""
+    """Return the file at an address, as the server describes it."""
     from fsspec.core import url_to_fs
 
     try:

@@ -129,7 +129,7 @@ def _chosen_splits(source: HubSource, builder: Any) -> list[str]:
 
 
 def _plain_files(source: HubSource, commit: str, builder: Any, splits: Sequence[str]) -> list[str]:
-    """The addresses of the splits' files; none if they are not plain."""
+    """Return the addresses of the splits' files; none if they are not plain."""
     names = [str(name) for split in splits for name in builder.config.data_files[split]]
     inside = f"{HUB}{source.repository}@{commit}/"
     formats = PLAIN.get(type(builder).__module__.rpartition(".")[2], ())

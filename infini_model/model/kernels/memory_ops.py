@@ -136,7 +136,7 @@ def residual_read(q: Tensor, local: Tensor, weight: Tensor, kv: Tensor) -> Tenso
 
 @operator("residual", lambda k, _, scale: scale.new_empty(*k.shape[:2], 2 * k.size(3), k.size(3)))
 def residual_sums(keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """What each segment writes: Σ β φ(k)ᵀ v, [N, H_kv, 2 D, D], in the memory's dtype.
+    """Return what each segment writes: Σ β φ(k)ᵀ v, [N, H_kv, 2 D, D], in the memory's dtype.
 
     `keys` and `values` are [N, H_kv, L, D], of one dtype; `scale` is β, [N, H_kv, L], in the
     memory's dtype.

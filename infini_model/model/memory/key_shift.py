@@ -67,7 +67,7 @@ def streams_with_previous(
 
 @operator("shift", lambda *inputs: torch.empty_like(inputs[0]))
 def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
-    """lerp(k_t, k_{t−1}, μ_t) of `keys` [B, H_kv, T, D], of their shape and dtype.
+    """Return lerp(k_t, k_{t−1}, μ_t) of `keys` [B, H_kv, T, D], of their shape and dtype.
 
     `share` is μ_t, [B, H_kv, T], of the same dtype; 0 for the first token, which keeps its own key.
     """

@@ -28,7 +28,7 @@ def give_gradients(model, seed):
 
 
 def state_of(model, optimizer):
-    """Copies of the weights, and of the state of each."""
+    """Copy the weights, and the state of each."""
     moments = [dict(optimizer.state[parameter]) for parameter in model.parameters()]
     return copy.deepcopy(([p.detach() for p in model.parameters()], moments))
 

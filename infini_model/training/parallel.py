@@ -236,7 +236,7 @@ def shard_from_rank0(read: Callable[[], Tensor], like: Tensor, world: World) -> 
 
 
 def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that every rank has, all of it unless `like` is sharded."""
+    """Return this rank's part of a tensor that all ranks have: all, unless `like` is sharded."""
     if not _is_dtensor(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -55,12 +55,17 @@ def branch_config(
         branch["data"] = {"folder": None}
     config = load_config(overrides=[*settings_of_run(run_dir), branch, *overrides])
     own = read_run_config(run_dir)
-    now, then = (each.model_dump(mode="json", include=SHARED) for each in (config, own))
+    now, then = shared(config), shared(own)
     if now != then:
         raise ConfigError(
             f"a branch has the model and the optimizer of its parent ({difference(now, then)})"
         )
     return config
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """Return the settings that a branch has in common with its parent."""
+    return config.model_dump(mode="json", include=SHARED)
 
 
 def parent_of(config: Config) -> tuple[Path, int | None]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from infini_model.config import Config, difference, dump_config, load_config
-from infini_model.runtime.branches import begin_branch, find_step, parent_of
+from infini_model.runtime.branches import begin_branch, find_step, parent_of, shared
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.machine import package_versions
@@ -72,9 +72,10 @@ def resume_config(run_dir: Path, overrides: Iterable[str | Mapping[str, Any]] = 
         raise ConfigError(f"run.name: {run_dir} can only be resumed under its own name and folder")
     if config.identity != own.identity:
         other = difference(config.identity, own.identity)
+        branch = f"infini branch {run_dir.name}" if shared(config) == shared(own) else "infini run"
         raise ConfigError(
-            f"{run_dir} cannot be resumed with different settings ({other}); infini branch "
-            f"{run_dir.name} begins a run with them"
+            f"{run_dir} cannot be resumed with different settings ({other}); {branch} begins a run "
+            "with them"
         )
     return config
 

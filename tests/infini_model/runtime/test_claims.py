@@ -211,8 +211,9 @@ def test_a_run_is_resumed_with_its_own_settings_and_dataset(tmp_path: Path) -> N
     assert config.data.folder == Path("data").resolve()
     assert claim(config) == run_dir
     for override, message in {
-        "training.learning_rate=1e-4": r"training\.learning_rate is 0\.002, not 0\.0001",
-        "model.head_dim=64": r"model\.head_dim is None, not 64",
+        "training.learning_rate=1e-4": r"_rate is 0\.002, not 0\.0001\); infini branch \S+ begins",
+        "model.head_dim=64": r"model\.head_dim is None, not 64\); infini run begins",
+        "training.optimizer=muon": r"optimizer is 'adamw', not 'muon'\); infini run begins",
         "run.name=other": r"run\.name: .* can only be resumed under its own name",
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -51,6 +51,9 @@ class LoraConfig(Section):
     """Rank of the trained product beside each matrix."""
     lora_alpha: PositiveInt = 32
     """Scale of that product: it is multiplied by lora_alpha / r."""
+    use_rslora: bool = False
+    """Whether it is lora_alpha / √r instead (Kalajdzievski, arXiv 2312.03732), so that products of
+    large ranks learn as fast as those of small ones."""
     target_modules: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Linear layers of every decoder layer that are adapted. With [] only the memory is trained,
     and modules_to_save."""

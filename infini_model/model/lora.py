@@ -34,12 +34,12 @@ class CastLinear(nn.Linear):
 
 
 class LoraLinear(CastLinear):
-    """x·Wᵀ + lora_alpha / r · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
+    """x·Wᵀ + scaling · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
 
     def __init__(self, in_features: int, out_features: int, lora: LoraConfig) -> None:
         """`add_lora` gives it a weight, and `initial_adapters` draws A and B."""
         super().__init__(in_features, out_features, bias=False, device="meta")
-        self.scaling = lora.lora_alpha / lora.r
+        self.scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
         self.lora_A = nn.Linear(in_features, lora.r, bias=False, device="meta")
         self.lora_B = nn.Linear(lora.r, out_features, bias=False, device="meta")
 

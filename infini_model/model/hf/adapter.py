@@ -31,7 +31,6 @@ _FIXED: dict[str, object] = {
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
-    "use_rslora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
 }

@@ -331,7 +331,9 @@ def test_the_memory_is_trained_alone(make_config, llama, dataset, tmp_path):
     assert InfiniLlama.from_pretrained(exported).config.memory == "residual"
 
 
-@pytest.mark.parametrize(("memory", "lora"), [("none", LONG), ("linear", LORA)])
+@pytest.mark.parametrize(
+    ("memory", "lora"), [("none", LONG), ("linear", LORA | {"use_rslora": True})]
+)
 def test_peft_opens_the_adapter_with_the_same_logits(make_config, dataset, tmp_path, memory, lora):
     """With a memory one segment is the Llama, so there the logits are the same."""
     tied = lora is LONG

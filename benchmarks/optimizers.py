@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--corpus", choices=("code", "text"), default="code")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3, 1.2e-2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--show", action="store_true", help="print the results, train nothing")
     parser.add_argument(

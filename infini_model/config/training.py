@@ -83,8 +83,8 @@ class TrainingConfig(Section):
     """Micro-batches accumulated per optimizer step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon (Liu et al., arXiv 2502.16982), which makes the steps of the layers' matrices
-    orthogonal, keeps one moment of them where AdamW keeps two, and leaves the rest to AdamW. Rates
-    and weight decay mean the same."""
+    orthogonal, keeps one moment of them where AdamW keeps two, and leaves the rest to AdamW;
+    learning_rate and weight_decay keep AdamW's scale."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     memory_learning_rate: PositiveFloat = 1e-2
@@ -133,7 +133,7 @@ class TrainingConfig(Section):
         if (self.max_steps is None) == (self.epochs is None):
             yield "takes exactly one of max_steps and epochs"
         if self.lora is not None and self.optimizer == "muon":
-            yield "optimizer muon trains whole matrices; with lora set it to adamw"
+            yield "optimizer=muon does not support lora; set optimizer=adamw"
         if self.decay_steps is not None:
             if self.schedule == "constant":
                 yield "decay_steps needs another schedule; constant does not decay"

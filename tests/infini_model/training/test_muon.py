@@ -95,5 +95,5 @@ def test_no_step_is_taken_where_gradients_are_not_finite(model):
 
 
 def test_adapters_are_refused():
-    with pytest.raises(ValueError, match="with lora set it to adamw"):
+    with pytest.raises(ValueError, match="optimizer=muon does not support lora"):
         TrainingConfig.model_validate({"optimizer": "muon", "lora": {}})

@@ -64,6 +64,10 @@ CASES: dict[str, Tree] = {
         "model": {"memory": "delta", "segment_length": 64},
     },
     "linear memory": {"model": {"memory": "linear"}},
+    "normed queries and keys": {"model": {"qk_norm": "head"}},
+    "OLMo 2's norms in 16 bits": merge(
+        {"model": {"qk_norm": "projection", "post_norm": True}}, BF16
+    ),
     "recomputed": RECOMPUTED,
     "recomputed in 16 bits": merge(RECOMPUTED, BF16),
     "weights": {

@@ -13,28 +13,52 @@ Width = Annotated[int, Field(gt=0, le=1 << 20)]
 
 
 class RopeScaling(Section):
-    """Llama 3.1 scaling of the rotary frequencies, for contexts longer than in pretraining.
+    """Scaling of the rotary frequencies, for contexts longer than in pretraining.
 
-    Wavelengths above original_max_position_embeddings / low_freq_factor are multiplied by `factor`,
-    those below original_max_position_embeddings / high_freq_factor are unchanged, and those in
-    between are interpolated.
+    `linear` multiplies all wavelengths by `factor`. `llama3` multiplies those above
+    original_max_position_embeddings / low_freq_factor and leaves those below
+    original_max_position_embeddings / high_freq_factor; `yarn` (arXiv 2309.00071) does so by the
+    number of turns in the original length, and makes the attention sharper. Both interpolate in
+    between. Names and results are those of Hugging Face's `rope_parameters`.
     """
 
-    rope_type: Literal["llama3"] = "llama3"
-    """Scaling method; only llama3."""
+    rope_type: Literal["llama3", "linear", "yarn"] = "llama3"
+    """Scaling method."""
     factor: Annotated[float, Field(ge=1.0)]
     """Factor by which the longest wavelengths are multiplied."""
-    low_freq_factor: PositiveFloat
-    """Below this ratio of original length to wavelength, scaling is full."""
-    high_freq_factor: PositiveFloat
-    """Above this ratio of original length to wavelength, nothing is scaled."""
-    original_max_position_embeddings: PositiveInt
-    """Context length in pretraining, in tokens."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: below this ratio of original length to wavelength, scaling is full."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: above this ratio of original length to wavelength, nothing is scaled."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """llama3 and yarn: context length in pretraining, in tokens."""
+    beta_fast: PositiveFloat | None = None
+    """yarn: with this many turns or more, nothing is scaled; null (default) is 32."""
+    beta_slow: PositiveFloat | None = None
+    """yarn: with this many turns or fewer, scaling is full; null (default) is 1."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: factor of rotated queries and of rotated keys; null (default) is 0.1 ln(factor) + 1."""
 
     def conflicts(self) -> Iterator[str]:
+        required, optional = _SCALINGS[self.rope_type]
+        for name in [*RopeScaling.model_fields][2:]:
+            is_given = getattr(self, name) is not None
+            if is_given and name not in (*required, *optional):
+                yield f"{name}: not with rope_type={self.rope_type}"
+            if name in required and not is_given:
+                yield f"{name}: missing, and rope_type={self.rope_type} needs it"
         low, high = self.low_freq_factor, self.high_freq_factor
-        if low >= high:
+        if low is not None and high is not None and low >= high:
             yield f"low_freq_factor {low:g} must be below high_freq_factor {high:g}"
+
+
+# What each kind of scaling needs, and what it takes, beside the factor.
+_LENGTH = "original_max_position_embeddings"
+_SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llama3": (("low_freq_factor", "high_freq_factor", _LENGTH), ()),
+    "linear": ((), ()),
+    "yarn": ((_LENGTH,), ("beta_fast", "beta_slow", "attention_factor")),
+}
 
 
 # What may be set beside `initial_weights`; the rest of the shape comes from there.
@@ -64,7 +88,8 @@ class ModelConfig(Section):
     """
 
     initial_weights: NonEmpty | None = None
-    """Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub, such as
+    """Pretrained model to begin from, a Llama or another of its kind (Mistral, Qwen2, Qwen3,
+    SmolLM3, OLMo 2, LLaDA): a Hugging Face folder, or a name on the Hub, such as
     meta-llama/Llama-3.2-1B, optionally with @revision. The shape comes from there; only
     segment_length, which is then required, window_segments, window_sinks, memory,
     memory_key_shift, memory_query_shift, read_weight_start, mask_token_id and ignore_tokenizer may
@@ -91,7 +116,19 @@ class ModelConfig(Section):
     rope_theta: PositiveFloat = 10_000.0
     """Base period of the rotary embedding."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 scaling of the rotary frequencies; null (default) is off."""
+    """Scaling of the rotary frequencies; null (default) is off."""
+    no_rope_layer_interval: NonNegativeInt = 0
+    """Every so many layers, one has no rotary embedding, as in SmolLM3; 0 (default) is none."""
+    attention_bias: bool = False
+    """Whether the four projections of the attention have biases."""
+    qkv_bias: bool = False
+    """Whether those of queries, keys and values have biases, but not the output's, as in Qwen2."""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """RMSNorm of queries and keys: head norms each head by itself, as Qwen3 does, projection all
+    heads together, as OLMo 2 does."""
+    post_norm: bool = False
+    """Whether the norms of a layer are those of what attention and feed-forward add, as in OLMo 2,
+    not of what they take."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm."""
     tie_word_embeddings: bool = False
@@ -107,7 +144,7 @@ class ModelConfig(Section):
     (default) is the form in the paper."""
     window_sinks: NonNegativeInt = 0
     """First tokens of a document that stay in sight, just before the window; the default is 0, or 4
-    where window_segments is given to a pretrained Llama, which needs them."""
+    where window_segments is given to a pretrained model, which needs them."""
     memory: Literal["linear", "delta", "residual", "none"] = "residual"
     """Compressive memory: residual adds new values under sharp features, and what it reads to the
     attention, by a weight that starts at 0; linear is that of the paper, and delta first removes
@@ -171,6 +208,8 @@ class ModelConfig(Section):
         size, mask = self.vocab_size, self.mask_token_id
         if size is not None and mask is not None and mask >= size:
             yield f"mask_token_id {mask} is outside the vocabulary of {size} tokens"
+        if self.attention_bias and self.qkv_bias:
+            yield "qkv_bias: attention_bias includes it; leave it out"
         if self.window_sinks > self.segment_length:
             yield (
                 f"window_sinks {self.window_sinks} is more than segment_length "

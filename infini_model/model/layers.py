@@ -15,7 +15,7 @@ from infini_model.model.kernels.attention import local_attention
 from infini_model.model.kernels.compile import compile_in_training
 from infini_model.model.memory import RULES
 from infini_model.model.precision import product_input
-from infini_model.model.rotary import Rope, rope_tables, rotate
+from infini_model.model.rotary import Rope, query_scale, rope_tables, rotate
 from infini_model.model.state import LayerState, State
 from infini_model.model.window import Sight, Window, segmented
 
@@ -50,26 +50,44 @@ class LayerContext(NamedTuple):
     without_memory: bool = False
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm of what a product returns, in the dtype of the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] of any floating-point dtype to the same shape."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Grouped-query attention: a window and a memory; see `infini_model.model.attention`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.query_scale = config.head_dim, query_scale(config.rope_scaling)
         width = config.num_attention_heads * self.head_dim
         kv_width = config.key_value_heads * self.head_dim
         self.memory = None if config.memory == "none" else RULES[config.memory](config)
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        bias = config.attention_bias or config.qkv_bias
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "none":
+            widths = (width, kv_width) if config.qk_norm == "projection" else (self.head_dim,) * 2
+            self.q_norm, self.k_norm = (Norm(each, eps=config.rms_norm_eps) for each in widths)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, H_kv, T, D] of `x` [B, T, hidden]."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (
+                norm(y.unflatten(-1, (-1, norm.weight.numel()))).flatten(-2).to(y.dtype)
+                for norm, y in ((self.q_norm, q), (self.k_norm, k))
+            )
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         return q, k, v
 
     def forward(
@@ -170,7 +188,9 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream.
+    """Attention and feed-forward, each added to the residual stream.
+
+    What each takes is normed or, with `post_norm`, what it adds.
 
     Attributes:
         compiled: Whether training compiles `attend`; False by default.
@@ -178,18 +198,23 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.compiled = False
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.compiled, self.post_norm = False, config.post_norm
+        width, eps = config.hidden_size, config.rms_norm_eps
+        if not self.post_norm:
+            self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(width, eps=eps)
         self.mlp = Mlp(config)
+        if self.post_norm:
+            self.post_feedforward_layernorm = Norm(width, eps=eps)
 
     def forward(
         self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, LayerState | None]:
         """[B, T, hidden] to the same shape, and the layer's state after it."""
         x, normed, after = self.attend(x, context, state)
-        return x + self.mlp(normed), after
+        added = self.mlp(normed)
+        return x + (self.post_feedforward_layernorm(added) if self.post_norm else added), after
 
     # FSDP gathers the feed-forward when it is called, which cannot be compiled.
     @compile_in_training
@@ -197,6 +222,10 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, Tensor, LayerState | None]:
         """The residual stream after the attention, the feed-forward's input, and the state."""
+        if self.post_norm:
+            attended, after = self.self_attn(product_input(x), context, state)
+            x = x + self.post_attention_layernorm(attended)
+            return x, product_input(x), after
         normed = product_input(self.input_layernorm(x))
         attended, after = self.self_attn(normed, context, state)
         x = x + attended
@@ -226,6 +255,7 @@ class Decoder(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.gradient_checkpointing = False
+        self.no_rope_layer_interval = config.no_rope_layer_interval
 
     def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
         """Choose which halves of the layers training compiles; at first, none.
@@ -267,9 +297,14 @@ class Decoder(nn.Module):
             *(window, (self.cos, self.sin), document_starts, sight, update, streams, keep_state),
             without_memory=without == "memory",
         )
+        every = self.no_rope_layer_interval
+        unturned = (torch.ones_like(self.cos), torch.zeros_like(self.sin)) if every else None
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            inputs = (x, context, None if state is None else state.layers[index])
+            own = context
+            if unturned is not None and (index + 1) % every == 0:
+                own = context._replace(rope=unturned)
+            inputs = (x, own, None if state is None else state.layers[index])
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -85,6 +85,8 @@ class InfiniLlama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         if lora is not None:
             add_lora(self, lora)
 
@@ -318,7 +320,7 @@ class InfiniLlama(nn.Module):
         adapter: str | Path | None = None,
         **overrides: object,
     ) -> Self:
-        """Load a Hugging Face Llama folder, with or without Infini-attention, or a LLaDA's.
+        """Load a Hugging Face folder of a Llama or one of its kind, with or without a memory.
 
         Args:
             folder: Holds config.json and model.safetensors, or its shards and their index.
@@ -385,8 +387,8 @@ class InfiniLlama(nn.Module):
 
         Adapters are merged into the weights.
 
-        `transformers` can load the folder of a causal model without memory. That of a bidirectional
-        model is a LLaDA's.
+        `transformers` can load the folder of a causal model without a past; see
+        `infini_model.model.hf`.
 
         Raises:
             CheckpointError: `folder` holds other files, which would be lost.

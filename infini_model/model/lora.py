@@ -26,18 +26,19 @@ _ADAPTERS = ("lora_A.weight", "lora_B.weight")
 
 
 class CastLinear(nn.Linear):
-    """A linear layer without bias that multiplies in the dtype of its input."""
+    """A linear layer that multiplies in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], in the dtype of `x` or of autocast."""
-        return functional.linear(x, as_operand(self.weight, x))
+        bias = None if self.bias is None else as_operand(self.bias, x)
+        return functional.linear(x, as_operand(self.weight, x), bias)
 
 
 class LoraLinear(CastLinear):
-    """x·Wᵀ + scaling · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
+    """x·Wᵀ + b + scaling · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
 
     def __init__(self, in_features: int, out_features: int, lora: LoraConfig) -> None:
-        """`add_lora` gives it a weight, and `initial_adapters` draws A and B."""
+        """`add_lora` gives it weight and bias, and `initial_adapters` draws A and B."""
         super().__init__(in_features, out_features, bias=False, device="meta")
         self.scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
         self.lora_A = nn.Linear(in_features, lora.r, bias=False, device="meta")
@@ -81,6 +82,8 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
             shape = module.in_features, module.out_features
             new = CastLinear(*shape, bias=False, device="meta")
         new.weight = module.weight
+        if isinstance(module, nn.Linear):
+            new.bias = module.bias
         model.set_submodule(name, new)
     trained = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):

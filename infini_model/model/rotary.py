@@ -25,21 +25,52 @@ def rope_tables(
 
     Each is [before + length, head_dim] float32.
 
-    `scaling` changes the frequencies as Llama 3.1 does (The Llama 3 Herd of Models, arXiv
-    2407.21783; the rule is that of Hugging Face's `rope_type: llama3`).
+    `scaling` changes the frequencies as Hugging Face's `rope_type` of that name does.
     """
     # The device is explicit because a model may be built on `meta`, and no file holds these tables.
     even = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
     position = torch.arange(-before, length, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / theta ** (even / head_dim)
     if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        kept = _share_kept(frequencies, theta, scaling)
         frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
     angles = torch.outer(position, frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
+
+
+def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """The share of each frequency that is not scaled, of the shape of `frequencies` [D / 2].
+
+    llama3 is by Llama 3.1 (The Llama 3 Herd of Models, arXiv 2407.21783), yarn by section 3.2 of
+    arXiv 2309.00071, with the borders of its ramp rounded to whole dimensions.
+    """
+    length = scaling.original_max_position_embeddings
+    if length is None:  # linear
+        return torch.zeros_like(frequencies)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low is not None and high is not None:  # llama3
+        turns = length * frequencies / (2 * math.pi)
+        return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+    def dimension(turns: float) -> float:
+        """The one of the D dimensions that turns so often in the original length."""
+        return len(frequencies) * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(dimension(scaling.beta_fast or 32)), 0)
+    last = min(math.ceil(dimension(scaling.beta_slow or 1)), 2 * len(frequencies) - 1)
+    place = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
+    return 1.0 - ((place - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+
+
+def query_scale(scaling: RopeScaling | None) -> float:
+    """The factor of queries by which yarn makes the attention sharper (arXiv 2309.00071, eq. 22).
+
+    Hugging Face multiplies both queries and keys, when they are rotated, by its root.
+    """
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    return (scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0) ** 2
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

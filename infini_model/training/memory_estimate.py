@@ -182,7 +182,7 @@ def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEst
 def _activations(config: Config, parameters: _Parameters, device: Device) -> int:
     """Bytes that a micro-batch takes when the loss is computed.
 
-    A layer keeps of each token the residual before both of its norms in float32; in the dtype of
+    A layer keeps of each token what is before each of its norms in float32; in the dtype of
     products what the norms return, several times the heads, as the attention and the memory read
     and write them, and four widths of the feed-forward. The memory keeps states of each segment.
     """
@@ -196,12 +196,13 @@ def _activations(config: Config, parameters: _Parameters, device: Device) -> int
     tokens = training.batch_size * config.packing.context_length
     rows = tokens * (2 if training.objective == "block_diffusion" else 1)
     # PyTorch's RMSNorm saves what it has normalised on a CPU.
-    residuals = (4 if device == "cpu" else 2) * hidden
+    saved = 2 if device == "cpu" else 1
+    heads = head * (model.num_attention_heads + model.key_value_heads)
+    normed = 2 * hidden + (0 if model.qk_norm == "none" else heads)
     rule = RULES.get(model.memory)
     times, states = (3, 0) if rule is None else (rule.activations, rule.states_kept)
-    attention = times * head * (model.num_attention_heads + model.key_value_heads)
-    inner = 2 * hidden + attention + 4 * model.intermediate_size
-    kept = rows * (FLOAT * residuals + products * inner)
+    inner = 2 * hidden + times * heads + 4 * model.intermediate_size
+    kept = rows * (FLOAT * saved * normed + products * inner)
     segments = training.batch_size * math.ceil(config.packing.context_length / model.segment_length)
     # Older keys and values in sight, each of which a segment has anew, before and after rotation.
     in_sight = model.window_segments * model.segment_length + model.window_sinks

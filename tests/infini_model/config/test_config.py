@@ -331,8 +331,12 @@ REFUSED = {
     "packing.context_schedule={0: 1, 0.5: 2}": "packing.context_schedule: ends with windows of",
     "model.num_attention_heads=3": "model: hidden_size 128 is not a multiple of",
     "model.head_dim=5": "model: head_dim must be even for the rotary embedding, not 5",
-    "model.rope_scaling.factor=8": "model.rope_scaling.low_freq_factor: missing",
-    "model.rope_scaling={rope_type: yarn}": "model.rope_scaling.rope_type: got 'yarn':",
+    "model.rope_scaling.factor=8": "model.rope_scaling: low_freq_factor: missing, and rope_type=ll",
+    "model.rope_scaling={rope_type: yarn}": "model.rope_scaling.factor: missing",
+    "model.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}": (
+        "model.rope_scaling: beta_fast: not with rope_type=linear"
+    ),
+    "model.qkv_bias=true; model.attention_bias=true": "model: qkv_bias: attention_bias includes it",
     "model={vocab_size: 10, mask_token_id: 10}": "model: mask_token_id 10 is outside the",
     "model.bidirectional=true": "model.bidirectional: needs",
     "training.objective=masked_diffusion; model.memory=linear": (

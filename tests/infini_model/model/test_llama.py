@@ -19,6 +19,13 @@ WITH_MEMORY = pytest.mark.parametrize("memory", ["linear", "delta", "residual"])
 MEMORIES = pytest.mark.parametrize("memory", ["linear", "delta", "residual", "none"])
 
 
+# Parts of bases other than Llama.
+VARIANTS = (
+    {},
+    {"qkv_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"qk_norm": "head", "no_rope_layer_interval": 2},
+    {"qk_norm": "projection", "post_norm": True, "attention_bias": True},
+)
 # What a token sees beside its own segment: nothing; an earlier one; two, and the first tokens.
 WINDOWS = pytest.mark.parametrize("window", [(0, 0), (1, 0), (2, 3)])
 
@@ -84,11 +91,14 @@ def test_a_new_residual_memory_learns_though_it_adds_nothing():
     st.booleans(),
     st.booleans(),
     st.tuples(st.integers(0, 2), st.integers(0, 4)),
+    st.sampled_from(VARIANTS),
 )
-@settings(max_examples=40, derandomize=True)
-def test_one_pass_equals_any_chunks(seed, chunks, memory, keys_shifted, queries_shifted, window):
+@settings(max_examples=60, derandomize=True)
+def test_one_pass_equals_any_chunks(
+    seed, chunks, memory, keys_shifted, queries_shifted, window, variant
+):
     shifts = {"memory_key_shift": keys_shifted, "memory_query_shift": queries_shifted}
-    model = build(seed, memory=memory, window=window, **shifts)
+    model = build(seed, memory=memory, window=window, **shifts, **variant)
     tokens = ids(2, sum(chunks), seed)
     with torch.no_grad():
         whole = model(tokens)
@@ -211,8 +221,9 @@ def test_the_loss_is_that_of_the_logits(tied):
     assert model(tokens, labels=torch.full((2, 8), -100)).loss == 0
 
 
-def test_every_parameter_learns():
-    model = build()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_learns(variant):
+    model = build(**variant)
     model(ids(2, 12), labels=ids(2, 12, seed=1)).loss.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
     # Also of a single segment, which reads no memory, each has a gradient.

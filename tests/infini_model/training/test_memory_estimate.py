@@ -28,7 +28,7 @@ ONE = replace(EIGHT, processes=1, local=1)
 DESKTOP = Machine("cpu", 1, 1, True, 0, 16 * GIB)
 
 
-@pytest.mark.parametrize("case", ["activations", "muon"])
+@pytest.mark.parametrize("case", ["activations", "muon", "OLMo 2's norms in 16 bits"])
 def test_the_estimate_is_the_counted_peak_of_a_step(case: str) -> None:
     config = configured(case)
     found = estimate_memory(config, 1, "cpu").total

@@ -47,20 +47,32 @@ class Kind(NamedTuple):
     rounding: float = 5e-5
 
 
+# Parts of bases other than Llama.
+HEADS = {"qkv_bias": True, "qk_norm": "head", "no_rope_layer_interval": 2}
+OLMO2 = {"qk_norm": "projection", "post_norm": True}
 KINDS = {
     # The memory's parameters get no gradient.
     "one segment": Kind("ddp", ONE_SEGMENT | RECOMPUTED),
     "one segment, tied": Kind("fsdp", ONE_SEGMENT | {"model": {"tie_word_embeddings": True}}),
-    "documents": Kind("ddp", {"packing": {"mode": "document"}}),
+    "documents, as Qwen and SmolLM3": Kind(
+        "ddp", {"packing": {"mode": "document"}, "model": HEADS}
+    ),
     # Its products in bfloat16 round a difference up.
     "Muon": Kind("ddp", {"training": {"optimizer": "muon"}}, rounding=1e-3),
     # With rows that two ranks cannot divide evenly.
     "Muon of shards": Kind(
         "fsdp",
-        {"training": {"optimizer": "muon"}, "model": {"intermediate_size": 33}},
+        {
+            "training": {"optimizer": "muon"},
+            "model": {"intermediate_size": 33, "attention_bias": True, **OLMO2},
+        },
         rounding=1e-3,
     ),
-    "fp16": Kind("fsdp", {"training": {"precision": "fp16"}} | RECOMPUTED, rounding=2e-3),
+    "fp16, as OLMo 2": Kind(
+        "fsdp",
+        {"training": {"precision": "fp16"}, "model": OLMO2} | RECOMPUTED,
+        rounding=2e-3,
+    ),
     "masked diffusion of answers": Kind(
         "fsdp",
         PAIRS | {"training": {"objective": "masked_diffusion"}, "model": {"segment_length": 64}},
@@ -180,7 +192,8 @@ def test_compiled_layers_train_as_plain_ones_and_resume_to_the_same_bits(begin, 
 
     def config(strategy, *, batch_size=4, compiled=True, recomputed=False):
         launch = {"compile": compiled, "gradient_checkpointing": recomputed}
-        kind = Kind(strategy, {"packing": {"mode": "aligned"}, "launch": launch})
+        packing = {"mode": "aligned"}
+        kind = Kind(strategy, {"packing": packing, "launch": launch, "model": HEADS})
         return begin(kind, batch_size)[0]
 
     plain, whole = tmp_path / "plain", tmp_path / "whole"

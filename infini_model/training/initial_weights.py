@@ -67,7 +67,7 @@ def find_initial_weights(config: Config, progress: OnProgress | None = None) -> 
     Raises:
         ConfigError: There is no such folder, the tokenizer has more tokens than the embedding, or
             the model is bidirectional and the objective causal.
-        CheckpointError: It is no Llama or LLaDA, or a tensor is missing, misshapen or quantised.
+        CheckpointError: It is of another kind, or a tensor is missing, misshapen or quantised.
         DataError: The hub has no such repository, revision or safetensors, or refuses them.
         UnreachableError: The hub does not answer.
         UserError: The disk is full.

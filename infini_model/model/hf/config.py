@@ -1,7 +1,8 @@
-"""config.json: Hugging Face's fields of a Llama or of a LLaDA, and ours under one key.
+"""config.json: Hugging Face's fields of a Llama or one of its kind, and ours under one key.
 
-Only what is a Llama calls itself one. A model with a memory or a window is an `infini_llama` with
-the fields of a Llama, so that no program takes it for a model that computes something else.
+A model calls itself what computes the same: a Llama, a Qwen2, … With a memory or a window, or a
+combination that none of them has, it is an `infini_llama` with the fields of a Llama, so that no
+program takes it for a model that computes something else.
 
 LLaDA (arXiv 2502.09992) is a Llama in which every position sees the whole sequence. Its config.json
 has the fields of OLMo, of which only the combination that is a Llama is supported.
@@ -10,7 +11,7 @@ has the fields of OLMo, of which only the combination that is a Llama is support
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ _INFINI_FIELDS = (
     *("segment_length", "window_segments", "window_sinks"),
     *("memory", "memory_key_shift", "memory_query_shift"),
 )
-# Sinks of a pretrained Llama that is given a window: without them it is worse than without a
+# Sinks of a pretrained model that is given a window: without them it is worse than without a
 # window (StreamingLLM, arXiv 2309.17453).
 _SINKS = 4
 # Our fields that LLaDA has no name for.
@@ -39,33 +40,75 @@ class _Architecture(NamedTuple):
     """How config.json describes a kind of model.
 
     Attributes:
+        name: Of its class in `transformers`.
         names: Its name of each of our fields.
         required: What has no default, or one that is never meant.
         only: The one supported value of fields that we do not have.
         defaults: Its defaults of optional fields, where ours differ.
+        fixed: Our fields that all models of this kind share.
     """
 
+    name: str
     names: Mapping[str, str]
     required: tuple[str, ...]
     only: Mapping[str, object]
     defaults: Mapping[str, object]
+    fixed: Mapping[str, object]
 
 
 # Fields of a model with a memory that a Llama has no name for.
 _DIFFUSION_FIELDS = ("bidirectional", "mask_token_id")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "initializer_range")
-_LLAMA = _Architecture(
-    {name: name for name in ("vocab_size", *_SIZES, *_OPTIONAL, "rms_norm_eps")}
-    | {"segment_length": "max_position_embeddings"},
-    ("vocab_size", *_SIZES),
-    {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
-    {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-)
+# In what the architectures differ; a Llama has the defaults of `ModelConfig`.
+_VARIANTS = ("attention_bias", "no_rope_layer_interval", "qkv_bias", "qk_norm", "post_norm")
+
+
+def _like_llama(
+    name: str,
+    defaults: Mapping[str, object],
+    fixed: Mapping[str, object],
+    variants: Sequence[str] = (),
+) -> _Architecture:
+    """A kind of Llama: other in `fixed` always, in the fields `variants` where its file says so.
+
+    `defaults` are those that are not a Llama's.
+    """
+    names = ("vocab_size", *_SIZES, *_OPTIONAL, "rms_norm_eps", *variants)
+    return _Architecture(
+        name,
+        {name: name for name in names} | {"segment_length": "max_position_embeddings"},
+        ("vocab_size", *_SIZES, "max_position_embeddings"),
+        {"mlp_bias": False, "hidden_act": "silu"},
+        {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **defaults},
+        fixed,
+    )
+
+
+_MISTRAL = {"max_position_embeddings": 1 << 17, "num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN = {"max_position_embeddings": 1 << 15, "num_key_value_heads": 32, "sliding_window": 4096}
+_SMOLLM3 = {
+    "max_position_embeddings": 1 << 15,
+    "num_key_value_heads": 4,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+    "no_rope_layer_interval": 4,
+}
+_OLMO2 = {"qk_norm": "projection", "post_norm": True}
 _ARCHITECTURES = {
-    "llama": _LLAMA,
-    "infini_llama": _LLAMA,
+    "llama": _like_llama("LlamaForCausalLM", {}, {}, ("attention_bias",)),
+    "mistral": _like_llama("MistralForCausalLM", _MISTRAL, {}),
+    "qwen2": _like_llama("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}),
+    "qwen3": _like_llama(
+        "Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}, {"qk_norm": "head"}, ("attention_bias",)
+    ),
+    "smollm3": _like_llama(
+        "SmolLM3ForCausalLM", _SMOLLM3, {}, ("attention_bias", "no_rope_layer_interval")
+    ),
+    "olmo2": _like_llama("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, _OLMO2, ("attention_bias",)),
+    "infini_llama": _like_llama("InfiniLlamaForCausalLM", {}, {}, _VARIANTS),
     "llada": _Architecture(
+        "LLaDAModelLM",
         {
             "vocab_size": "embedding_size",
             "hidden_size": "d_model",
@@ -101,6 +144,7 @@ _ARCHITECTURES = {
             **dict.fromkeys(("alibi", "scale_logits"), False),
         },
         {"weight_tying": True, "max_sequence_length": 1024},
+        {},
     ),
 }
 
@@ -139,11 +183,12 @@ def _mapping(value: object, where: str) -> dict[str, Any]:
 def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     """The `ModelConfig` of a folder, with `overrides` applied.
 
-    For a plain Llama or a LLaDA, segment_length is its maximum context length, so that it behaves
-    as before unless an override changes that.
+    For a model without segments, segment_length is its maximum context length, or its sliding
+    window if that is less, so that it behaves as before unless an override changes that.
 
     Raises:
-        CheckpointError: The folder does not exist, holds another model, or has an invalid value.
+        CheckpointError: The folder does not exist, holds another model, has an invalid value, or
+            more than its sliding window would be in sight.
     """
     path = folder / CONFIG
     tree = read_json(path)
@@ -152,14 +197,16 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         raise CheckpointError(
             f"{path}: unsupported model_type {kind!r}; supported: {', '.join(_ARCHITECTURES)}"
         )
-    names, required, only, defaults = _ARCHITECTURES[kind]
-    given = {**defaults, **{name: value for name, value in tree.items() if value is not None}}
+    _, names, required, only, defaults, fixed = _ARCHITECTURES[kind]
+    given = {name: value for name, value in {**defaults, **tree}.items() if value is not None}
     for name in required:
         if name not in given:
             raise CheckpointError(f"{path}: {name} is missing")
     for name, value in only.items():
         if given.get(name, value) != value:
             raise CheckpointError(f"{path}: {name} is {given[name]!r}, only {value!r} is supported")
+    if "no_rope_layers" in given and "no_rope_layer_interval" in names:
+        given["no_rope_layer_interval"] = _no_rope_interval(given["no_rope_layers"], path)
     ours: tuple[str, ...] = _INFINI_FIELDS
     if kind == "llada":
         # The vocabulary may be padded: it is the embedding that has rows.
@@ -168,47 +215,76 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         ours += _LLADA_LACKS
     else:
         fields = _rope_fields(given, path)
-        if kind == "llama" and overrides.get("window_segments"):
+        if kind != "infini_llama" and overrides.get("window_segments"):
             fields["window_sinks"] = _SINKS
         ours += _DIFFUSION_FIELDS
+    fields |= fixed
     fields |= {name: given[theirs] for name, theirs in names.items() if theirs in given}
     infini = _mapping(tree.get("infini_attention", {}), f"{path}: infini_attention")
     fields |= {name: infini[name] for name in ours if name in infini}
     try:
-        return ModelConfig.model_validate({**fields, **overrides})
+        config = ModelConfig.model_validate({**fields, **overrides})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "model"
         if key not in {*overrides, *infini}:
             key = names.get(key, key)
         raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
+    most = given.get("sliding_window")
+    if most is None or not (kind == "mistral" or given.get("use_sliding_window")):
+        return config
+    if "segment_length" not in {*overrides, *infini} and config.segment_length > most:
+        config = config.updated(segment_length=most)
+    if (sight := (config.window_segments + 1) * config.segment_length) > most:
+        raise CheckpointError(
+            f"{path}: sliding_window is {most} tokens, but segment_length × (window_segments + 1) "
+            f"is {sight}"
+        )
+    return config
+
+
+def _no_rope_interval(layers: object, path: Path) -> int:
+    """The n of a list that is 0 for each n-th layer, and 1 for all others; 0 if it is 1 for all."""
+    if isinstance(layers, list):
+        every = layers.index(0) + 1 if 0 in layers else 0
+        if layers == [int(not every or (at + 1) % every != 0) for at in range(len(layers))]:
+            return every
+    raise CheckpointError(f"{path}: no_rope_layers: only 0 for every n-th layer is supported")
 
 
 def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
     """rope_theta and rope_scaling, from the current or the older Hugging Face fields."""
     given = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
-    scaling = {"original_max_position_embeddings": tree["max_position_embeddings"]}
-    scaling |= _mapping(given, f"{path}: rope_parameters")
+    scaling = {**_mapping(given, f"{path}: rope_parameters")}
     theta = scaling.pop("rope_theta", tree.get("rope_theta", 10_000.0))
     kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
-    if kind != "llama3":
-        raise CheckpointError(f"{path}: rope_scaling of type {kind!r} is not supported")
+    if kind != "linear":
+        length = tree["max_position_embeddings"]
+        scaling.setdefault("original_max_position_embeddings", length)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def model_type(config: ModelConfig) -> str:
-    """The kind of model that config.json calls itself."""
+    """The kind of model that config.json calls itself: the first that computes the same."""
+
+    def computes_the_same(kind: str) -> bool:
+        _, names, _, _, _, fixed = _ARCHITECTURES[kind]
+        plain = {**{n: ModelConfig.model_fields[n].default for n in _VARIANTS}, **fixed}
+        return all(name in names or getattr(config, name) == plain[name] for name in _VARIANTS)
+
     if config.has_past:
         return "infini_llama"
-    return "llada" if config.bidirectional else "llama"
+    if config.bidirectional:
+        return "llada" if computes_the_same("llada") else "infini_llama"
+    return next(filter(computes_the_same, _ARCHITECTURES))
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:
     """The contents of config.json for a model whose weights have `dtype`."""
     kind = model_type(config)
-    names, _, only, _ = _ARCHITECTURES[kind]
+    name, names, _, only, *_ = _ARCHITECTURES[kind]
     infini = {name: getattr(config, name) for name in _INFINI_FIELDS}
     tree: dict[str, object] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     tree |= {
@@ -219,6 +295,8 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
         "infini_attention": infini,
         "bos_token_id": tokens.bos,
         "eos_token_id": tokens.eos,
+        # LLaDA's texts are padded by their end; the default of others may be beyond the vocabulary.
+        "pad_token_id": tokens.eos if kind == "llada" else None,
     }
     if tokens.tokenizer is not None:
         tree[TOKENIZER_NAME] = tokens.tokenizer
@@ -226,8 +304,6 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
         infini |= config.model_dump(include=set(_LLADA_LACKS))
         tree |= {
             "vocab_size": config.vocab_size,
-            # Its texts are padded by their end.
-            "pad_token_id": tokens.eos,
             # LLaDA takes the two together only for as many key-value heads as heads, or one.
             "multi_query_attention": None,
             # LLaDA's default is 0.1, and this model has no dropout.
@@ -236,9 +312,9 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
     else:
         if config.bidirectional:
             infini |= config.model_dump(include=set(_DIFFUSION_FIELDS))
-        scaling = None if config.rope_scaling is None else config.rope_scaling.model_dump()
+        scaling = config.rope_scaling and config.rope_scaling.model_dump(exclude_none=True)
         tree |= {
-            "architectures": ["LlamaForCausalLM" if kind == "llama" else "InfiniLlamaForCausalLM"],
+            "architectures": [name],
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": (scaling or {"rope_type": "default"})

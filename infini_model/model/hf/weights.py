@@ -237,7 +237,7 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
 def write_files(
     folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokens: TokenIds = NO_TOKENS
 ) -> None:
-    """Write the files of a Llama, of a LLaDA or of a model with a memory to a temporary folder.
+    """Write the files of a model to a temporary folder.
 
     `tensors` are the parameters by name, on any device, without the output layer if it is tied.
     Raises `OSError` if the disk is full, or the folder cannot be written.

@@ -374,8 +374,6 @@ def test_a_larger_vocabulary_appends_mean_rows(tmp_path, bidirectional, tied):
         (write_llama, {"hidden_size": "drop"}, "hidden_size is missing"),
         (write_llama, {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
         (write_llama, {"head_dim": 7}, "head_dim must be even for the rotary embedding, not 7"),
-        (write_llama, {"attention_bias": True}, "attention_bias is True, only False"),
-        (write_llama, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of type 'yarn'"),
         (write_llama, {"rope_scaling": "twice"}, "rope_parameters: holds str, needs a mapping"),
         (write_llama, {"infini_attention": {"segment_length": 0}}, "segment_length: Input should"),
         (write_llada, {"architectures": ["LLaDAMoE"]}, r"architectures is \['LLaDAMoE'\], only"),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 from rich.filesize import decimal
@@ -15,7 +14,7 @@ from infini_model.cleaning import remove_garbage
 from infini_model.config import Config
 from infini_model.config.locations import is_url
 from infini_model.data.lookup import resolve_dataset, stored_dataset
-from infini_model.data.manifest import Shard, read_origin
+from infini_model.data.manifest import read_origin
 from infini_model.data.verify import examine_dataset
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.stage_protocol import OnProgress
@@ -36,46 +35,32 @@ def verify(config: Config, name: str | None) -> None:
     `ObjectStore` does.
     """
     began = time.monotonic()
-    place = resolve_dataset(name, config.run)
-    found = _verify_stored(place, config) if is_url(place) else _verify_folder(Path(place))
+    advice = "infini preprocess makes their partitions again, and no others"
+    place, origin = resolve_dataset(name, config.run), None
+    if is_url(place):
+        datasets, stored = stored_dataset(place, config.run)
+        with _bar(stored) as progress:
+            manifest, faults = datasets.examine(stored, progress)
+    else:
+        folder = Path(place).resolve()
+        place, origin = str(folder), read_origin(folder)
+        with _bar(folder.name) as progress:
+            manifest, faults = examine_dataset(folder, checksums="all", progress=progress)
+    shards = dict(manifest.files())
+    if origin is not None:
+        typer.echo(f"note: only the shards on this machine are verified, not {origin.datasets}")
+        # What is in a store is not here until a training needs it.
+        shards = {name: shard for name, shard in shards.items() if Path(place, name).exists()}
+        advice = "the next training downloads them again"
     seconds = time.monotonic() - began
-    for fault in found.faults:
+    for fault in faults:
         typer.echo(fault)
-    size = decimal(sum(shard.bytes for shard in found.shards))
-    verified = f"verified {counted(len(found.shards), 'shard')}, {size}, in {seconds:.1f} s"
-    if found.faults:
-        faults = counted(len(found.faults), "file")
-        raise DataError(f"{found.place}: {faults} missing or damaged ({verified}); {found.advice}")
-    typer.echo(f"{found.place}: intact ({verified})")
-
-
-class _Verified(NamedTuple):
-    """What was verified, its faults, and what mends them."""
-
-    place: str
-    shards: list[Shard]
-    faults: list[str]
-    advice: str = "infini preprocess makes their partitions again, and no others"
-
-
-def _verify_stored(address: str, config: Config) -> _Verified:
-    datasets, name = stored_dataset(address, config.run)
-    with _bar(name) as progress:
-        manifest, faults = datasets.examine(name, progress)
-    return _Verified(address, [shard for _, shard in manifest.files()], faults)
-
-
-def _verify_folder(folder: Path) -> _Verified:
-    folder = folder.resolve()
-    with _bar(folder.name) as progress:
-        manifest, faults = examine_dataset(folder, checksums="all", progress=progress)
-    shards, origin = dict(manifest.files()), read_origin(folder)
-    if origin is None:
-        return _Verified(str(folder), list(shards.values()), faults)
-    typer.echo(f"note: only the shards on this machine are verified, not {origin.datasets}")
-    # What is in a store is not here until a training needs it.
-    here = [shard for name, shard in shards.items() if (folder / name).exists()]
-    return _Verified(str(folder), here, faults, "the next training downloads them again")
+    size = decimal(sum(shard.bytes for shard in shards.values()))
+    verified = f"verified {counted(len(shards), 'shard')}, {size}, in {seconds:.1f} s"
+    if faults:
+        damage = f"{counted(len(faults), 'file')} missing or damaged"
+        raise DataError(f"{place}: {damage} ({verified}); {advice}")
+    typer.echo(f"{place}: intact ({verified})")
 
 
 @contextmanager

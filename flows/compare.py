@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect import get_run_logger
 from prefect.artifacts import TableArtifact
@@ -35,14 +35,6 @@ from tasks.train import outcome
 from tasks.weights import fetch_weights
 
 
-class Swept(NamedTuple):
-    """A run of a sweep: its name, its folder if it is finished, and else why it is not."""
-
-    name: str
-    run_dir: Path | None
-    failure: str
-
-
 @as_flow
 def compare(asked: Invocation) -> State[dict[str, Any]]:
     """Run a sweep, if one is given, then compare its runs and those that are named.
@@ -56,9 +48,9 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     if config.comparison.sweep:
         refresh_and_check_stores(config, builds_dataset=config.data.folder is None)
         check_gpus_of_evaluation(config)
-    swept = list(_run_sweep(asked))
-    folders = [*named, *(each.run_dir for each in swept if each.run_dir is not None)]
-    failures = [f"{each.name}: {each.failure}" for each in swept if each.failure]
+    swept, failed = _run_sweep(asked)
+    folders = [*named, *swept]
+    failures = [f"{name}: {failure}" for name, failure in failed.items()]
     if not folders:
         raise StageError("; ".join(failures))
     comparison = compare_runs(folders, failures)
@@ -66,31 +58,32 @@ def compare(asked: Invocation) -> State[dict[str, Any]]:
     found = "\n\n".join([f"{FIRST}: what came out", *comparison_sentences(comparison)])
     table = TableArtifact(table=comparison_rows(comparison), description=found)
     artifacts.show("comparison", table)
-    if failures:
-        names = ", ".join(each.name for each in swept if each.failure)
-        raise StageError(
-            f"{len(failures)} of {len(swept)} runs failed: {names}; the comparison says why"
-        )
+    if failed:
+        count = f"{len(failed)} of {len(failed) + len(swept)} runs"
+        raise StageError(f"{count} failed: {', '.join(failed)}; the comparison says why")
     return Completed(
         message=f"{len(folders)} runs compared", data={"run_dirs": list(map(str, folders))}
     )
 
 
-def _run_sweep(asked: Invocation) -> Iterator[Swept]:
-    """Run all combinations, one after another."""
+def _run_sweep(asked: Invocation) -> tuple[list[Path], dict[str, str]]:
+    """Run all combinations, one after another.
+
+    Returns the folders of those that are finished, and why the others, by name, are not.
+    """
     runs, log = runs_of(asked), get_run_logger()
-    datasets = _earlier_datasets(runs)
+    datasets, folders, failed = _earlier_datasets(runs), list[Path](), dict[str, str]()
     for number, run in enumerate(runs, 1):
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
         log.info("Run %d of %d: %s", number, len(runs), name)
         state = swept_run(preset=None, advanced=ready.model_dump(mode="json"), return_state=True)
         if state.is_completed():
-            yield Swept(name, Path(state.result()["run_dir"]), "")
-            continue
-        failure = state.message or state.name or "failed"
-        log.error("Run %d of %d: %s: %s", number, len(runs), name, failure)
-        yield Swept(name, None, failure)
+            folders.append(Path(state.result()["run_dir"]))
+        else:
+            failed[name] = state.message or state.name or "failed"
+            log.error("Run %d of %d: %s: %s", number, len(runs), name, failed[name])
+    return folders, failed
 
 
 def _earlier_datasets(runs: Sequence[Config]) -> dict[str, Dataset]:

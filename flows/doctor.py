@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import resource
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from infini_model.runtime.machine import (
     available_memory,
     c_compiler,
     lacking_on_gpu,
+    package_versions,
 )
 from infini_model.training.launch.devices import find_driver, list_gpus, torch_cuda
 from infini_model.training.memory_estimate import Machine, Need, advice
@@ -35,8 +34,6 @@ NEEDED_MEMORY_GIB = 2
 # NCCL exchanges buffers between the processes of a machine through it.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only measured, nothing is written there
 NEEDED_SHARED_GIB = 1
-# Each training process opens every shard.
-NEEDED_FILES = 1024
 PACKAGES = ("torch", "prefect", "mlflow", "datasets", "pyarrow", "tokenizers", "gigatoken")
 
 
@@ -50,12 +47,11 @@ class Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("Python", sys.version.split()[0])
+    versions = package_versions(*PACKAGES)
+    yield Finding("Python", versions["python"])
     for package in PACKAGES:
-        try:
-            yield Finding(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, "missing", "make install")
+        found = versions.get(package)
+        yield Finding(package, found or "missing", "" if found else "make install")
 
 
 def _devices() -> Iterator[Finding]:
@@ -154,20 +150,11 @@ def _on_gpus(config: Config) -> str:
     return f"on {gpus} it needs {Need.of(config, machine)}"
 
 
-def _limits() -> Iterator[Finding]:
-    """System limits that many processes on one machine run into."""
+def _disks(config: Config) -> Iterator[Finding]:
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free / GIB
         remedy = "" if free >= NEEDED_SHARED_GIB else "increase it: docker run --shm-size=8g"
         yield Finding("shared memory", f"{SHARED_MEMORY}, {free:.1f} GiB free", remedy)
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = files == resource.RLIM_INFINITY or files >= NEEDED_FILES
-    found = "unlimited" if files == resource.RLIM_INFINITY else f"limit {files}"
-    more = NEEDED_FILES if most == resource.RLIM_INFINITY else min(most, NEEDED_FILES)
-    yield Finding("open files", found, "" if enough else f"ulimit -n {more}")
-
-
-def _folder(config: Config) -> Iterator[Finding]:
     folder = config.run.output_dir.resolve()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -239,12 +226,11 @@ def _servers(config: Config) -> Iterator[Finding]:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Check versions, devices, limits, disk, ports and servers, without changing anything."""
+    """Check versions, devices, disk, ports and servers, without changing anything."""
     return [
         *_versions(),
         *_devices(),
         _training(config),
-        *_limits(),
-        *_folder(config),
+        *_disks(config),
         *_servers(config),
     ]

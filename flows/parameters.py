@@ -108,25 +108,14 @@ SETTINGS = {
         "removed at the end; all are kept if empty.",
     ),
     "steps": Setting("training.max_steps", (*TRAINING, *COMPARE), "Total optimizer steps."),
-    "learning_rate": Setting(
-        "training.learning_rate", TRAINING, "Peak of the learning rate schedule, such as 3e-4."
-    ),
+    "learning_rate": Setting("training.learning_rate", TRAINING),
     "batch_size": Setting("training.batch_size", (*TRAINING, *COMPARE)),
     "context_length": Setting("packing.context_length", TRAINING),
-    "tasks": Setting(
-        "evaluation.tasks",
-        EVALUATE,
-        "What to measure, in the order of the report; those of the preset if empty.",
-    ),
+    "tasks": Setting("evaluation.tasks", EVALUATE),
     "windows": Setting(
         "evaluation.max_windows", EVALUATE, "Maximum number of windows to score in each split."
     ),
-    "devices": Setting(
-        "launch.gpus",
-        (*TRAINING, *COMPARE, *EVALUATE),
-        "auto (GPUs with the most free memory first, or the CPU), all, GPU numbers such as 0,3, or "
-        "cpu.",
-    ),
+    "devices": Setting("launch.gpus", (*TRAINING, *COMPARE, *EVALUATE)),
     "resume": Setting(
         "run.name",
         TRAINING,

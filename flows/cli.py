@@ -399,11 +399,13 @@ def generate(
     if prompt is None and prompt_file is None and sys.stdin.isatty():
         prompt = typer.prompt("Prompt")
     text = _read_prompt(prompt, prompt_file)
-    folder = checkpoint or latest_run(asked.config)
+    config = asked.config
+    folder = checkpoint or latest_run(config)
 
-    from infini_model.evaluation.prompt import continue_text
+    from infini_model.evaluation.prompt import continue_prompt, load_checkpoint
 
-    pieces = continue_text(asked.config, folder, text)
+    _, model, tokenizer = load_checkpoint(config, folder)
+    pieces = continue_prompt(model, tokenizer, text, config.evaluation.sample, config.run.seed)
     typer.echo(prompt or "", nl=False)
     for piece in pieces:
         typer.echo(piece, nl=False)

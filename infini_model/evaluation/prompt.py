@@ -61,24 +61,12 @@ def load_checkpoint(config: Config, checkpoint: Path) -> tuple[Path, InfiniLlama
     return model_dir, load_model(model_dir, config), tokenizer
 
 
-def continue_text(config: Config, checkpoint: Path, prompt: str) -> Iterator[str]:
-    """Load a model and stream its continuation of `prompt`, in constant memory.
-
-    `config.evaluation.sample` sets the number of tokens and the sampling.
-
-    Raises what `load_checkpoint` does, and `UserError` for an empty prompt if no beginning-of-text
-    token begins it.
-    """
-    _, model, tokenizer = load_checkpoint(config, checkpoint)
-    return continue_prompt(model, tokenizer, prompt, config.evaluation.sample, config.run.seed)
-
-
 def continue_prompt(
     model: InfiniLlama, tokenizer: Tokenizer, prompt: str, settings: SampleConfig, seed: int
 ) -> Iterator[str]:
     """Stream the model's continuation of `prompt`, up to a token that ends a text.
 
-    Errors are those of `new_tokens`.
+    Errors are those of `new_tokens`, such as for an empty prompt without a beginning-of-text token.
     """
     ids = prompt_ids(tokenizer, prompt)
     new = new_tokens(model, ids, settings, seed, tokenizer.end_token_ids)

@@ -15,7 +15,7 @@ from trained_run import Made
 
 from infini_model.config import validate
 from infini_model.evaluation.mlflow import log_evaluation
-from infini_model.evaluation.prompt import continue_text
+from infini_model.evaluation.prompt import continue_prompt, load_checkpoint
 from infini_model.evaluation.task import TaskResult
 from infini_model.runtime.storage import lock, write_json
 from infini_model.training.mlflow_record import end_record, read_mlflow_record
@@ -114,11 +114,8 @@ def load(uri, *models, cwd):
 def generated(config, run_dir):
     """The continuation of the prompt by `infini generate`."""
     sample = config.evaluation.sample.model_copy(update=DRAW)
-    changes = {
-        "run": config.run.model_copy(update={"seed": SEED}),
-        "evaluation": config.evaluation.model_copy(update={"sample": sample}),
-    }
-    return "".join(continue_text(config.model_copy(update=changes), run_dir, PROMPT))
+    _, model, tokenizer = load_checkpoint(config, run_dir)
+    return "".join(continue_prompt(model, tokenizer, PROMPT, sample, SEED))
 
 
 @pytest.mark.story

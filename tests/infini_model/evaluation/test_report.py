@@ -24,7 +24,7 @@ from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
 from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.pages import fenced, table, to_html
-from infini_model.evaluation.prompt import continue_text
+from infini_model.evaluation.prompt import load_checkpoint
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.llama import InfiniLlama
@@ -161,7 +161,7 @@ def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_pat
     config = made.config(**{"launch.gpus": "auto", "training.precision": "fp32"})
     for work in (
         lambda: evaluate_run(run_dir, made.dataset, config),
-        lambda: continue_text(config, run_dir, "a"),
+        lambda: load_checkpoint(config, run_dir),
     ):
         with pytest.raises(DeviceError, match="the kernels of a GPU cannot be built: there is no"):
             work()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infini_model.config import Config, ModelConfig
+from infini_model.config import Config
 from infini_model.evaluation.context import EvalContext
 from infini_model.evaluation.pages import bullets, estimate, images, table, write_pages
 from infini_model.evaluation.plots import plot_training
@@ -189,9 +189,12 @@ def _trained(context: EvalContext) -> str:
     steps = f"{position.step:,} steps"
     if position.step < context.last_step:
         steps = f"{position.step:,} of {context.last_step:,} steps"
+    tokens = f"{position.windows_read * config.packing.context_length:,} tokens"
+    if config.packing.mode != "packed":
+        tokens += " (including padding)"
     return (
         f"An Infini-Llama of {parameters:,} parameters (memory: {context.model.config.memory}, "
-        f"objective: {config.training.objective}), trained for {steps}, {_tokens_read(context)} "
+        f"objective: {config.training.objective}), trained for {steps}, {tokens} "
         f"of `{context.manifest.name}`."
     )
 
@@ -202,16 +205,10 @@ def _parameters(model: InfiniLlama) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
 
 
-def _tokens_read(context: EvalContext) -> str:
-    packing = context.config.packing
-    tokens = context.position.windows_read * packing.context_length
-    return f"{tokens:,} tokens{'' if packing.mode == 'packed' else ' (including padding)'}"
-
-
 def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
-    """A table of the model, its dataset and the length of its training."""
+    """A table of the model and its dataset."""
     model, config, manifest = context.model, context.config, context.manifest
-    position, shape = context.position, context.model.config
+    position, shape = context.position, model.config
     parameters = _parameters(model)
     own = sum(p.numel() for name, p in model.named_parameters() if name.endswith(MEMORY_PARAMETERS))
     counts = f"{parameters:,}, including {own:,} of the memory"
@@ -230,6 +227,7 @@ def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
         f"{context_length:,} tokens in {context_length // shape.segment_length} segments of "
         f"{shape.segment_length:,}"
     )
+    window = f"its segment, {shape.window_segments} before it, {shape.window_sinks} sinks"
     dataset = f"`{manifest.name}`, key `{manifest.key[:16]}`, {manifest.tokens:,} tokens"
     if position.dataset_key != manifest.key:
         dataset += f" (trained on a different one, key `{position.dataset_key[:16]}`)"
@@ -241,14 +239,11 @@ def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
             f"{shape.num_attention_heads} query and {shape.key_value_heads} key-value heads, "
             f"feed-forward {shape.intermediate_size}, vocabulary {shape.vocab_size:,}",
         ),
-        ("Objective", config.training.objective),
         ("Context", f"{context_length:,} tokens, seen as a whole" if sees_all else segments),
-        ("Window", "" if sees_all else _window(shape)),
+        ("Window", "" if sees_all else window),
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
-        ("Steps", f"{position.step:,} of {context.last_step:,}"),
         *_parent(context.run_dir),
-        ("Trained on", _tokens_read(context)),
         *_epochs_of_sources(lines),
         ("Seed", str(position.seed)),
     ]
@@ -269,16 +264,6 @@ def _epochs_of_sources(lines: Sequence[Line]) -> list[tuple[str, str]]:
     found = [(name.split("/"), value) for name, value in newest.items() if name.endswith("/epochs")]
     epochs = [f"{source} {value:.2f}" for (_, source, _), value in found]
     return [("Epochs by source", ", ".join(epochs))] if epochs else []
-
-
-def _window(shape: ModelConfig) -> str:
-    """The tokens that a token sees exactly, in words."""
-    parts, segments = ["its segment"], shape.window_segments
-    if segments:
-        parts.append(f"the {segments} before it" if segments > 1 else "the one before it")
-    if shape.window_sinks:
-        parts.append(f"the first {shape.window_sinks} tokens of its document")
-    return ", ".join(parts)
 
 
 def _speed_section(lines: Sequence[Line]) -> str:

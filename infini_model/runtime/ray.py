@@ -19,7 +19,13 @@ from typing import Any, Literal
 
 import infini_model
 from infini_model.runtime import storage
-from infini_model.runtime.errors import ConfigError, DataError, UnreachableError, UserError
+from infini_model.runtime.errors import (
+    ConfigError,
+    DataError,
+    UnreachableError,
+    UserError,
+    describe_error,
+)
 
 # Kinds of failure, as in `infini_model.runtime.stage_protocol`; the message follows.
 Failure = tuple[str, str]
@@ -61,7 +67,7 @@ def connect(asked: str, section: Literal["data", "launch"]) -> Iterator[str]:
         message = "the Ray cluster refuses this token; see RAY_AUTH_MODE"
         raise UserError(f"{where}: {message}") from error
     except RuntimeError as error:
-        raise UserError(f"{where}: {_in_one_line(error)}") from error
+        raise UserError(f"{where}: {describe_error(error)}") from error
     try:
         yield address
     finally:
@@ -81,16 +87,6 @@ def _check_reachable(address: str, where: str) -> None:
         raise UnreachableError(
             f"{where}: no Ray cluster answers: {error.strerror or error}"
         ) from error
-
-
-def _in_one_line(error: Exception) -> str:
-    """What Ray says in several lines about two versions that differ, and about anything else."""
-    text = str(error)
-    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
-    if len(found) != 2:
-        return " ".join(text.split())
-    cluster, here = (f"Ray {ray} and Python {python}" for ray, python in found)
-    return f"the cluster has {cluster}, this machine {here}"
 
 
 @functools.cache

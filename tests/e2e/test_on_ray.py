@@ -256,7 +256,7 @@ def test_another_version_of_the_package_or_of_ray_is_refused(
     (other / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.9.9'\n")
     report = stage(*words, env={**environment, "PYTHONPATH": f"{other}:{ROOT}"})
     python = ".".join(map(str, sys.version_info[:3]))
-    assert report["error"].endswith(f", this machine Ray 2.9.9 and Python {python}")
+    assert report["error"].endswith(f" was started with: Ray: 2.9.9 Python: {python}")
 
 
 @pytest.fixture

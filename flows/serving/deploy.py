@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -27,12 +26,9 @@ from prefect.client.schemas.actions import (
     WorkPoolCreate,
     WorkPoolUpdate,
 )
-from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.events import AutomationCore, EventTrigger, ResourceSpecification
-from prefect.events.actions import ChangeFlowRunState, RunDeployment
-from prefect.events.schemas.automations import Posture
+from prefect.events import AutomationCore
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow, load_flow_from_entrypoint
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -42,17 +38,11 @@ from prefect.variables import Variable
 
 from flows.serving.servers import PROJECT, WORK_POOL
 from infini_model.runtime.errors import UserError
-from tasks.shard import NEW_DATASET
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Longer than Prefect's default of 180 s between heartbeats, which applies to runs whose environment
-# does not come from one of our templates.
-HEARTBEAT_TIMEOUT = timedelta(minutes=5)
 # The variable that names the deployments and automations that were once created, in the server's
 # own database.
 DEPLOYED = "infini_deployments"
-# The names of the states of a flow run whose process has ended, or is gone on purpose.
-ENDED = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", "Suspended", "Paused")
 
 
 def deploy(api_url: str, *, reset: bool = False) -> None:
@@ -74,7 +64,7 @@ def deploy(api_url: str, *, reset: bool = False) -> None:
             is_new = name not in created
             ids[name] = _apply_deployment(client, definition, reset=reset, is_new=is_new)
         is_local = urlsplit(api_url).hostname in LOOPBACK
-        for automation in _automations(list(ids), ids["train"], watch_heartbeats=not is_local):
+        for automation in _automations(ids["train"], watch_heartbeats=not is_local):
             is_new = automation.name not in created
             ids[automation.name] = _apply_automation(client, automation, reset=reset, is_new=is_new)
         if deleted := [name for name, number in ids.items() if number is None]:
@@ -215,55 +205,18 @@ def _update(
         )
 
 
-def _automations(
-    flows: list[str], train: UUID | None, *, watch_heartbeats: bool
-) -> list[AutomationCore]:
-    """The automations for the deployments `flows`; `train` is the id of that one, if it is there.
+def _automations(train: UUID | None, *, watch_heartbeats: bool) -> list[AutomationCore]:
+    """The automations of automations.yaml, given the id of the deployment `train` if it is there.
 
     Heartbeats are watched on a server that other machines reach: `infini serve` notices dead
     processes within seconds, while a server that was down for longer than the timeout would take
     healthy runs for dead on its return. Trainings start once the user enables that.
     """
-    heartbeat = "prefect.flow-run.heartbeat"
-    minutes = int(HEARTBEAT_TIMEOUT.total_seconds() // 60)
-    crash_silent_runs = AutomationCore(
-        name="infini: crash runs without heartbeat",
-        description="Marks runs as Crashed, so that they can be retried, when their process or "
-        "machine has died. Not needed for runs on the machine of infini serve.",
-        enabled=watch_heartbeats,
-        trigger=EventTrigger(
-            posture=Posture.Proactive,
-            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-            match_related=ResourceSpecification(
-                {"prefect.resource.role": "flow", "prefect.resource.name": flows}
-            ),
-            for_each={"prefect.resource.id"},
-            after={heartbeat},
-            expect={heartbeat, *(f"prefect.flow-run.{state}" for state in ENDED)},
-            threshold=1,
-            within=HEARTBEAT_TIMEOUT,
-        ),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.CRASHED,
-                message=f"No heartbeat for {minutes} minutes: the process or its machine is gone. "
-                "Retry resumes from the newest checkpoint.",
-            )
-        ],
-    )
-    if train is None:
-        return [crash_silent_runs]
-    place = "{{ event.payload.address or event.payload.folder }}"
-    dataset = {"__prefect_kind": "jinja", "template": place}
-    train_on_new_datasets = AutomationCore(
-        name="infini: train on every new dataset",
-        description="Runs the train deployment on every newly built dataset. Disabled until you "
-        "enable it.",
-        enabled=False,
-        trigger=EventTrigger(posture=Posture.Reactive, expect={NEW_DATASET}, threshold=1),
-        actions=[RunDeployment(deployment_id=train, parameters={"dataset": dataset})],
-    )
-    return [crash_silent_runs, train_on_new_datasets]
+    text = (PROJECT / "deployments" / "automations.yaml").read_text(encoding="utf-8")
+    heartbeats, trainings = yaml.safe_load(text.replace("{{ $TRAIN }}", str(train)))
+    heartbeats["enabled"] = watch_heartbeats
+    trees = [heartbeats] if train is None else [heartbeats, trainings]
+    return [AutomationCore.model_validate(tree) for tree in trees]
 
 
 def _apply_automation(

@@ -25,7 +25,6 @@ from commands import PATIENCE, Environment, Running, infini, run
 from flows.cli import app
 from flows.options import read
 from flows.presets import configure
-from flows.serving.deploy import HEARTBEAT_TIMEOUT
 from infini_model.config import Config
 from infini_model.training.memory_estimate import GIB, Machine, Need
 from infini_model.training.model_shape import known_shape
@@ -294,4 +293,5 @@ def test_runs_name_their_server_and_send_heartbeats_in_time(
 ) -> None:
     assert "PREFECT_API_URL" in environment
     seconds = int(str(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]))
-    assert 30 <= seconds <= HEARTBEAT_TIMEOUT.total_seconds() / 3
+    automations = yaml.safe_load((DEPLOYMENTS / "automations.yaml").read_text(encoding="utf-8"))
+    assert 30 <= seconds <= automations[0]["trigger"]["within"] / 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -72,6 +73,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with two small flows, in place of this one."""
     (tmp_path / "flows").mkdir()
     (tmp_path / "deployments").mkdir()
+    shutil.copy(module.PROJECT / "deployments" / "automations.yaml", tmp_path / "deployments")
     (tmp_path / "deployments" / "prefect.yaml").write_text(PREFECT_YAML)
     write_flow(tmp_path, "train", "preset: str = 'debug', dataset: str = '', steps: int = 1")
     write_flow(tmp_path, "preprocess", "preset: str = 'debug'")
@@ -314,7 +316,9 @@ def test_a_run_whose_heartbeats_end_is_crashed(deployed: str, client: SyncPrefec
 def test_the_command_deploys_the_project(connected: Environment, client: SyncPrefectClient) -> None:
     done = infini_here("deploy", "--reset", env=connected)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "Deployed."), done.stderr
-    for name in ("pipeline", "preprocess", "train", "evaluate"):
+    watched = automation(client, CRASH).trigger.match_related.root["prefect.resource.name"]
+    assert sorted(watched) == ["compare", "evaluate", "pipeline", "preprocess", "train"]
+    for name in watched:
         found = read(client, name)
         assert found.description
         assert set(found.parameters) <= set(found.parameter_openapi_schema["properties"])

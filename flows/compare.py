@@ -19,6 +19,7 @@ from flows.runs import named_runs
 from flows.sweep import runs_of
 from infini_model.config import Config, validate
 from infini_model.config.tree import MODEL_SPEC
+from infini_model.data.build import Dataset
 from infini_model.evaluation.compare import compare as compare_runs
 from infini_model.runtime.claims import free_name
 from infini_model.runtime.errors import DataError, StageError
@@ -30,7 +31,7 @@ from tasks.download import download
 from tasks.failures import FIRST
 from tasks.flow_run import earlier_subflows, name_flow_run
 from tasks.screen import screen
-from tasks.shard import Dataset, known_dataset, shard, use_dataset
+from tasks.shard import known_dataset, shard, use_dataset
 from tasks.train import outcome
 from tasks.weights import fetch_weights
 

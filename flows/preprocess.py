@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from prefect import get_run_logger
@@ -42,12 +41,13 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
         dataset = use_dataset(config)
     else:
         dataset = build_dataset(config, screen(config, download(config)))
-    name, result = dataset.folder.name, asdict(dataset) | {"folder": str(dataset.folder)}
+    name, known = dataset.folder.name, {"folder", "key", "address", "missing"}
+    result = dataset.model_dump(mode="json", include=known) | {"reused": dataset.intact}
     if dataset.missing:
         name_flow_run(f"{name} {config.data.share}", f"dataset:{name}")
         return Completed(message=f"share {share_made(config, dataset)}", data=result)
     name_flow_run(name, f"dataset:{name}")
-    message = f"nothing new: dataset {name} is reused" if dataset.reused else f"dataset {name}"
+    message = f"nothing new: dataset {name} is reused" if dataset.intact else f"dataset {name}"
     get_run_logger().info("%s", message)
     clean_up(config)
     return Completed(message=message, data=result)

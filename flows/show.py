@@ -46,7 +46,7 @@ def show(config: Config, *, every: bool) -> None:
     config, windows, batches, _ = resolve(
         config, manifest, plan.folder, None, Recovery(), None, processes
     )
-    console.print(f"Dataset: {plan.address or plan.folder}")
+    console.print(f"Dataset: {plan.place}")
     _print_sizes(console, manifest, windows)
     train, segment, size = windows("train"), config.model.segment_length, batches.global_batch
     phases = make_phases(

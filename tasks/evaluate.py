@@ -10,11 +10,11 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from infini_model.config import Config
+from infini_model.data.build import Dataset
 from infini_model.runtime.runs import VALIDATION_LOSS
 from tasks import artifacts
 from tasks.control import end_predecessors
 from tasks.failures import FIRST, failure_as_state
-from tasks.shard import Dataset
 from tasks.stage import STAGE, named_after_run, run_stage, run_with_retries
 from tasks.train import mlflow_link, outcome
 

@@ -6,7 +6,6 @@ the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from prefect import get_run_logger, task
@@ -17,7 +16,7 @@ from prefect.runtime import task_run
 from prefect.states import Completed
 
 from infini_model.config import Config
-from infini_model.data.build import Plan
+from infini_model.data.build import Dataset
 from infini_model.data.manifest import SPLITS, Manifest, read_manifest
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.runs import dataset_here, find_run, is_started, read_run_config
@@ -28,34 +27,6 @@ from tasks.flow_run import attempt, current_owner
 from tasks.stage import STAGE, run_stage, run_with_retries
 
 NEW_DATASET = "infini.dataset.ready"
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """A dataset on this machine.
-
-    Attributes:
-        folder: Where it is.
-        key: Of its content.
-        address: In an object store, if machines share it there.
-        reused: Whether it was finished before.
-        missing: With `data.share`, the number of partitions that other shares have yet to make.
-    """
-
-    folder: Path
-    key: str
-    address: str | None
-    reused: bool
-    missing: int = 0
-
-    @classmethod
-    def planned(cls, plan: Plan) -> Dataset:
-        return cls(plan.folder, plan.key, plan.address, reused=plan.intact)
-
-    @property
-    def place(self) -> str:
-        """Where all machines find it: its address, else its folder."""
-        return self.address or str(self.folder)
 
 
 def known_dataset(config: Config) -> Dataset | None:
@@ -94,8 +65,7 @@ def _begun_run(config: Config) -> Path | None:
 
 def use_dataset(config: Config) -> Dataset:
     """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
-    plan: Plan = run_with_retries(_plan, config.stages.shard, config, None)
-    dataset = Dataset.planned(plan)
+    dataset: Dataset = run_with_retries(_plan, config.stages.shard, config, None)
     get_run_logger().info("Using dataset %s without changes", dataset.place)
     return dataset
 
@@ -123,12 +93,12 @@ def share_made(config: Config, dataset: Dataset) -> str:
 def build_dataset(config: Config, listing: Path) -> Dataset:
     """Build the dataset, which with `data.share` may have `missing` partitions."""
     log, stage = get_run_logger(), config.stages.shard
-    plan: Plan = run_with_retries(_plan, stage, config, listing)
+    plan: Dataset = run_with_retries(_plan, stage, config, listing)
     if plan.fault:
         log.warning("%s; rebuilding its partition", plan.fault)
     dataset: Dataset = run_with_retries(_build, stage, config, listing, plan)
     if not dataset.missing:
-        log.info("Dataset %s is %s", dataset.place, "reused" if dataset.reused else "ready")
+        log.info("Dataset %s is %s", dataset.place, "reused" if dataset.intact else "ready")
     return dataset
 
 
@@ -141,40 +111,39 @@ def _plan_name() -> str:
 
 @task(name="plan", task_run_name=_plan_name, **STAGE)
 @failure_as_state
-def _plan(config: Config, listing: Path | None) -> Plan:
+def _plan(config: Config, listing: Path | None) -> Dataset:
     """Identify the requested dataset by its content key, and what of it already exists.
 
     Trains the tokenizer if requested and not done yet. Without a listing, the dataset is the one in
     `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
     arguments = [] if listing is None else ["--listing", str(listing)]
-    plan = Plan.model_validate(run_stage("plan", config, config.stages.shard, *arguments))
+    plan = Dataset.model_validate(run_stage("plan", config, config.stages.shard, *arguments))
     counts = [{"partitions": name, "count": getattr(plan, name)} for name in ("new", "reused")]
     description = f"What is new of the dataset {plan.folder.name}, and what is reused"
     artifacts.show("partitions", TableArtifact(table=counts, description=description))
     if plan.intact:
-        _show(Dataset.planned(plan))
+        _show(plan)
     return plan
 
 
 @task(name="shard", task_run_name="shard {config.data.name}-{plan.key:.16}", **STAGE)
 @failure_as_state
-def _build(config: Config, listing: Path, plan: Plan) -> Dataset | State[Dataset]:
+def _build(config: Config, listing: Path, plan: Dataset) -> Dataset | State[Dataset]:
     """Build missing or damaged partitions, and the dataset folder of all partitions.
 
     If the plan found the folder intact, the task ends at once in the state Reused. Concurrent runs
     with the same key build it only once.
     """
-    planned = Dataset.planned(plan)
     if plan.intact:
-        return Completed(name="Reused", message=f"{planned.place} is intact", data=planned)
+        return Completed(name="Reused", message=f"{plan.place} is intact", data=plan)
     made = run_stage("shard", config, config.stages.shard, "--listing", str(listing))
-    if made["missing"]:
-        return replace(planned, missing=made["missing"])
-    dataset = Dataset(Path(made["folder"]), made["key"], made["address"], reused=False)
-    manifest = _show(dataset)
-    if plan.fault is None:
-        _announce(dataset, manifest)
+    # Only the last share knows all files, and so the key.
+    dataset = Dataset.model_validate(plan.model_dump() | made)
+    if not dataset.missing:
+        manifest = _show(dataset)
+        if plan.fault is None:
+            _announce(dataset, manifest)
     return dataset
 
 

@@ -12,6 +12,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import LinkArtifact
 
 from infini_model.config import Config
+from infini_model.data.build import Dataset
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import is_finished, read_run
@@ -24,7 +25,6 @@ from tasks.artifacts import LiveArtifact, Progress, updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
-from tasks.shard import Dataset
 from tasks.stage import STAGE, TAIL_LINES, named_after_run, run_with_retries
 from tasks.weights import fetch_anew
 

@@ -311,12 +311,13 @@ def _skipped(source: RequestedSource) -> str:
     return why
 
 
-class Plan(Record):
+class Dataset(Record):
     """A dataset by its content key, and the folder where it is or will be.
 
     `address` is the dataset in an object store, of which the folder is a working copy. `intact`
-    means that it is complete and undamaged; `fault` says in one line what is wrong with an existing
-    dataset that is not intact. `new` and `reused` count partitions.
+    means that it was found complete and undamaged; `fault` says in one line what is wrong with an
+    existing dataset that was not. `new` and `reused` count partitions, and so does `missing` those
+    that other shares (`data.share`) have yet to make.
     """
 
     key: str
@@ -325,10 +326,16 @@ class Plan(Record):
     intact: bool
     new: int = 0
     reused: int = 0
+    missing: int = 0
     fault: str | None = None
 
+    @property
+    def place(self) -> str:
+        """Where all machines find it: its address, else its folder."""
+        return self.address or str(self.folder)
 
-def plan_dataset(listing: Listing, config: Config) -> Plan:
+
+def plan_dataset(listing: Listing, config: Config) -> Dataset:
     """The dataset that a source becomes. Trains the tokenizer if the configuration says so.
 
     One that exists becomes `latest`.
@@ -355,7 +362,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     if intact:
         datasets.point_latest(name)
     new = 0 if intact else len(keys - datasets.partition_keys())
-    plan = Plan(
+    plan = Dataset(
         key=wanted.key,
         folder=wanted.folder.resolve(),
         address=f"{datasets.place}/{name}" if is_url(datasets.place) else None,
@@ -366,7 +373,7 @@ def plan_dataset(listing: Listing, config: Config) -> Plan:
     )
     if fault is None:
         counts = f"{new:,} partition{'' if new == 1 else 's'} new, {plan.reused:,} reused"
-        log.info("dataset %s: %s", plan.address or plan.folder, counts)
+        log.info("dataset %s: %s", plan.place, counts)
     return plan
 
 

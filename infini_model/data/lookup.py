@@ -10,7 +10,7 @@ from pathlib import Path
 from infini_model.config import Config
 from infini_model.config.locations import is_url, working_folder
 from infini_model.config.tree import RunConfig
-from infini_model.data.build import Plan
+from infini_model.data.build import Dataset
 from infini_model.data.datasets import Datasets, register_use
 from infini_model.data.manifest import LATEST, Manifest, read_origin
 from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
@@ -98,7 +98,7 @@ def _found_at(place: str) -> str | None:
     return f"{datasets.place}/{datasets.newest()}"
 
 
-def finished_dataset(config: Config) -> Plan:
+def finished_dataset(config: Config) -> Dataset:
     """The dataset that `data.folder` means (see `resolve_dataset`), or the newest.
 
     One in an object store is described by its local folder from now on.
@@ -121,7 +121,7 @@ def finished_dataset(config: Config) -> Plan:
     manifest = manifest or datasets.find(name)
     if manifest is None:
         raise no_dataset(f"{datasets.place}/{name}")
-    return Plan(
+    return Dataset(
         key=manifest.key,
         folder=(datasets.folder / name).resolve(),
         address=f"{datasets.place}/{name}" if is_url(datasets.place) else None,

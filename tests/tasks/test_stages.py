@@ -118,7 +118,7 @@ def test_a_stage_that_aborts_is_not_retried(number: int, is_worth: bool) -> None
 def test_what_is_no_dataset_or_place_for_one(
     monkeypatch: pytest.MonkeyPatch, dataset: Path
 ) -> None:
-    share = shard.Dataset(Path("datasets/a-1"), "key", None, reused=False, missing=3)
+    share = shard.Dataset(key="key", folder=Path("datasets/a-1"), intact=False, missing=3)
     monkeypatch.setattr(shard, "build_dataset", lambda *_: share)
     with pytest.raises(DataError, match=r"^data\.share: 1/2 is done; 3 partitions of other shares"):
         shard.shard(load_config(overrides=["data.share=1/2"]), Path("listing.json"))

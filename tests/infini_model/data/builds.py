@@ -18,7 +18,7 @@ from typing import Any
 from trainings import PRELOADED
 
 from infini_model.config import Config, DataConfig, validate
-from infini_model.data.build import Plan, build_dataset, plan_dataset
+from infini_model.data.build import Dataset, build_dataset, plan_dataset
 from infini_model.data.downloads import download_shards
 from infini_model.data.engines import LocalEngine
 from infini_model.data.lookup import finished_dataset
@@ -56,11 +56,11 @@ class Machine:
         self.made = [spec.key for spec in specs]
         self._engine.make(specs, datasets, advance)
 
-    def plan(self, data: DataConfig) -> Plan:
+    def plan(self, data: DataConfig) -> Dataset:
         listing = list_sources(data, self.folder, datasets_dir=self.folder)
         return plan_dataset(listing, self.config(data))
 
-    def finished(self, data: DataConfig) -> Plan:
+    def finished(self, data: DataConfig) -> Dataset:
         return finished_dataset(self.config(data))
 
     def download(self, data: DataConfig) -> Path:

@@ -55,13 +55,11 @@ def _keys_of_share(wanted: RequestedDataset, listing: Listing, config: DataConfi
     """The keys of the partitions of a share, each once."""
     number, count = config.share_of
     share_of = divide_files(listing, config)
-    own: dict[str, None] = {}
-    common: dict[str, None] = {}
-    for source in wanted.sources:
-        for key, partition in source.partitions:
-            owner = share_of.get(partition.ranges[0].file.address)
-            if owner is None:
-                common[key] = None
-            elif owner == number:
-                own[key] = None
-    return [*own, *(key for key in list(common)[number - 1 :: count] if key not in own)]
+    owned = [
+        (key, share_of.get(partition.ranges[0].file.address))
+        for source in wanted.sources
+        for key, partition in source.partitions
+    ]
+    common = list(dict.fromkeys(key for key, owner in owned if owner is None))
+    own = [key for key, owner in owned if owner == number]
+    return list(dict.fromkeys([*own, *common[number - 1 :: count]]))

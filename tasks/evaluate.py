@@ -15,7 +15,7 @@ from infini_model.runtime.runs import VALIDATION_LOSS
 from tasks import artifacts
 from tasks.control import end_predecessors
 from tasks.failures import FIRST, failure_as_state
-from tasks.stage import STAGE, named_after_run, run_stage, run_with_retries
+from tasks.stage import STAGE, run_stage, run_with_retries
 from tasks.train import mlflow_link, outcome
 
 
@@ -27,8 +27,9 @@ def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
     """
     if config.launch.node_rank > 0:
         return {"run_dir": str(run_dir)}
-    arguments = (config, str(dataset.folder), str(run_dir))
-    report: dict[str, Any] = run_with_retries(_evaluate, config.stages.evaluate, *arguments)
+    report: dict[str, Any] = run_with_retries(
+        _evaluate, config.stages.evaluate, config, dataset.folder, run_dir
+    )
     end_predecessors(run_dir, _summary(report))
     return report
 
@@ -47,14 +48,14 @@ def _summary(report: dict[str, Any]) -> str:
     return " · ".join([*said, f"report {report['report']}"])
 
 
-@task(name="evaluate", task_run_name=named_after_run, **STAGE)
+@task(name="evaluate", task_run_name="evaluate {run_dir.name}", **STAGE)
 @failure_as_state
-def _evaluate(config: Config, dataset_dir: str, run_dir: str) -> dict[str, Any]:
-    arguments = ["--dataset", dataset_dir, "--run-dir", run_dir]
+def _evaluate(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
+    arguments = ["--dataset", str(dataset_dir), "--run-dir", str(run_dir)]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
     description = f"{FIRST}: what came out. For a browser it is {result['html']}"
     plots = map(Path, result["plots"])
     artifacts.show_report("report", Path(result["report"]), plots, description)
-    if link := mlflow_link(Path(run_dir), config):
+    if link := mlflow_link(run_dir, config):
         artifacts.show("mlflow", link)
     return result

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.runtime import task_run
 from prefect.tasks import Task, exponential_backoff
 
 from infini_model.config import Config, StageConfig
@@ -49,12 +48,6 @@ STAGE: dict[str, Any] = {
     "retry_condition_fn": is_worth_a_retry,
     "retry_jitter_factor": 0.5,
 }
-
-
-def named_after_run() -> str:
-    """The name of a task run: the stage, its run folder, and the attempt if it is not the first."""
-    folder = Path(task_run.get_parameters()["run_dir"])
-    return f"{task_run.get_task_name()} {folder.name}{attempt()}"
 
 
 def run_with_retries(

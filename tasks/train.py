@@ -25,7 +25,7 @@ from tasks.artifacts import LiveArtifact, Progress, updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
-from tasks.stage import STAGE, TAIL_LINES, named_after_run, run_with_retries
+from tasks.stage import STAGE, TAIL_LINES, run_with_retries
 from tasks.weights import fetch_anew
 
 # Between two updates of what Prefect shows of a training.
@@ -94,24 +94,24 @@ def _train_claimed(
         if saved_step(run_dir) is None and not weights.folder.is_dir():
             weights = fetch_anew(config)
         record_initial_weights(run_dir, weights)
-    run_with_retries(_train, config.stages.train, config, str(dataset.folder), str(run_dir))
+    run_with_retries(_train, config.stages.train, config, dataset.folder, run_dir)
 
 
-@task(name="train", task_run_name=named_after_run, **STAGE)
+@task(name="train", task_run_name="train {run_dir.name}", **STAGE)
 @failure_as_state
-def _train(config: Config, dataset_dir: str, run_dir: str) -> str:
+def _train(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     """Train in `run_dir`, or resume from its newest checkpoint, as every retry does.
 
     Whether there is a retry, and with which settings, depends on how the training failed
-    (`infini_model.training.launch.recovery`). All retries share one MLflow run. Returns `run_dir`.
+    (`infini_model.training.launch.recovery`). All retries share one MLflow run.
     """
-    folder = Path(run_dir)
-    artifacts.show_folder("run-folder", folder, "Settings, logs, checkpoints and the trained model")
-    mlflow, waiting = LiveArtifact("mlflow"), Waiting(waiting_note(folder))
+    about = "Settings, logs, checkpoints and the trained model"
+    artifacts.show_folder("run-folder", run_dir, about)
+    mlflow, waiting = LiveArtifact("mlflow"), Waiting(waiting_note(run_dir))
     tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def show_link() -> None:
-        if link := mlflow_link(folder, config):
+        if link := mlflow_link(run_dir, config):
             mlflow.show(link)
 
     try:
@@ -119,11 +119,10 @@ def _train(config: Config, dataset_dir: str, run_dir: str) -> str:
             updates("state of the run", waiting.update, VIEW_SECONDS),
             updates("link to MLflow", show_link, VIEW_SECONDS),
         ):
-            _launch(config, Path(dataset_dir), folder, tail)
+            _launch(config, dataset_dir, run_dir, tail)
     except EXPECTED as error:
-        note_training(error, config, Path(dataset_dir), folder, list(tail))
+        note_training(error, config, dataset_dir, run_dir, list(tail))
         raise
-    return run_dir
 
 
 def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,22 +42,6 @@ class Rows(NamedTuple):
     first: np.ndarray
 
 
-class Packing(Protocol):
-    """The windows of one stream in one mode.
-
-    There are `windows` of them, each with `rows_per_window` rows of `row_length` positions.
-    `window_starts` are the windows before those of each source, and all: [sources + 1].
-    """
-
-    windows: int
-    window_starts: list[int]
-    row_length: int
-    rows_per_window: int
-
-    def locate(self, windows: np.ndarray) -> Rows:
-        """The rows of these windows, in order: R = len(windows) × rows_per_window."""
-
-
 class StreamPacking:
     """Windows over the whole stream: C + 1 tokens with stride C, across documents."""
 
@@ -66,7 +50,6 @@ class StreamPacking:
     def __init__(self, tokens: int, context_length: int) -> None:
         self.row_length = context_length
         self.windows = max(0, tokens - 1) // context_length
-        self.window_starts = [0, self.windows]
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row w starts at token w × C and is full."""
@@ -113,7 +96,6 @@ class DocumentPacking:
         self._block_starts = np.concatenate([[0], np.cumsum(blocks)])
         self._row_starts = self._count_rows()
         self.windows = int(self._row_starts[-1]) // rows_per_window
-        self.window_starts = [0, self.windows]
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row k of a document starts k × row_length tokens after the document's start."""
@@ -208,10 +190,16 @@ def _blocks_of(parts: list[np.ndarray], block: int) -> np.ndarray:
     return filled.reshape(-1, block)
 
 
-class JoinedPacking:
-    """The windows of several sources, one source after the other; none is of two."""
+class Packing:
+    """The windows of a stream, one source after the other; none is of two.
 
-    def __init__(self, parts: Sequence[Packing], tokens: Sequence[int]) -> None:
+    There are `windows` of them, each with `rows_per_window` rows of `row_length` positions.
+    `window_starts` are the windows before those of each source, and all: [sources + 1].
+    """
+
+    def __init__(
+        self, parts: Sequence[StreamPacking | DocumentPacking], tokens: Sequence[int]
+    ) -> None:
         """`parts` are those of the sources, `tokens` the numbers of their tokens."""
         self.row_length, self.rows_per_window = parts[0].row_length, parts[0].rows_per_window
         self.window_starts = [0, *itertools.accumulate(part.windows for part in parts)]
@@ -219,7 +207,9 @@ class JoinedPacking:
         self._parts, self._token_starts = parts, [0, *itertools.accumulate(tokens)]
 
     def locate(self, windows: np.ndarray) -> Rows:
-        """Those of each source's own packing, among the tokens of all."""
+        """The rows of these windows, in order: R = len(windows) × rows_per_window."""
+        if len(self._parts) == 1:
+            return self._parts[0].locate(windows)
         shape = (len(windows), self.rows_per_window)
         rows = Rows(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, bool))
         sources = np.searchsorted(self.window_starts[1:], windows, side="right")
@@ -238,17 +228,12 @@ def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> 
     In `aligned` mode the segments of all documents are concatenated, and a partial last window is
     dropped.
     """
-    sections = list(documents.sections().values())
-    parts = [_pack(section, config, segment_length) for section in sections]
-    return JoinedPacking(parts, [each.tokens for each in sections]) if parts[1:] else parts[0]
-
-
-def _pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> Packing:
-    length = config.context_length
-    if config.mode == "packed":
-        return StreamPacking(int(documents.token_starts[-1]), length)
-    if config.mode == "document":
-        return DocumentPacking(documents, length, config.remainder)
-    return DocumentPacking(
-        documents, segment_length, config.remainder, rows_per_window=length // segment_length
-    )
+    sections, length = list(documents.sections().values()), config.context_length
+    row = segment_length if config.mode == "aligned" else length
+    parts = [
+        StreamPacking(each.tokens, length)
+        if config.mode == "packed"
+        else DocumentPacking(each, row, config.remainder, rows_per_window=length // row)
+        for each in sections
+    ]
+    return Packing(parts, [each.tokens for each in sections])

@@ -37,7 +37,6 @@ from infini_model.data.manifest import (
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
-from infini_model.data.verify import Verified
 from infini_model.runtime import storage
 from infini_model.runtime.errors import (
     DataError,
@@ -186,7 +185,7 @@ class StoredDatasets(Datasets):
             self._describe(name, manifest)
         return manifest
 
-    def examine(self, name: str, progress: OnProgress) -> Verified:
+    def examine(self, name: str, progress: OnProgress) -> tuple[Manifest, list[str]]:
         """Find every object of a dataset that is missing or damaged; all its shards are read.
 
         The records of damaged partitions are invalidated, so that the next build makes them again.
@@ -213,7 +212,7 @@ class StoredDatasets(Datasets):
                 faults += [fault] if fault else []
                 done += shard.bytes
                 progress(done, total)
-        return Verified(manifest, faults)
+        return manifest, faults
 
     def _read_manifest(self, name: str) -> Manifest | None:
         try:

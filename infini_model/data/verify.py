@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from infini_model.data.manifest import (
     ASSEMBLED,
@@ -31,13 +31,6 @@ from infini_model.runtime.stage_protocol import OnProgress
 
 # Which checksums are compared: those of files that were written after their records, or all.
 Checksums: TypeAlias = Literal["new", "all", "none"]
-
-
-class Verified(NamedTuple):
-    """A dataset that was verified, and what is wrong with it: one line for each damaged file."""
-
-    manifest: Manifest
-    faults: list[str]
 
 
 def find_faults(
@@ -123,8 +116,8 @@ def examine_dataset(
     *,
     checksums: Checksums = "new",
     progress: OnProgress = lambda _done, _total: None,
-) -> Verified:
-    """Find every file of a dataset folder that is missing or damaged.
+) -> tuple[Manifest, list[str]]:
+    """Find every file of a dataset folder that is missing or damaged: a line for each.
 
     `checksums` and `progress` are those of `find_faults`. Of shards that are not in the folder but
     beside it, as in a mounted bucket, "new" ones are not read. A working copy of a dataset in a
@@ -148,7 +141,7 @@ def examine_dataset(
     facts, times = fact_cache(folder.parent), [assembled_at(folder)] * len(files)
     found = find_faults(files, times, facts, checksums=checksums, progress=progress)
     facts.save()
-    return Verified(manifest, faults + [fault for fault in found if fault])
+    return manifest, faults + [fault for fault in found if fault]
 
 
 def assembled_at(folder: Path) -> int:

@@ -66,21 +66,21 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, caplo
     (folder / "test" / "state.json").unlink()
     with pytest.raises(DataError, match=r"state\.json: is missing"):
         verify_dataset(folder)
-    assert examine_dataset(folder, checksums="all").faults == [
+    assert examine_dataset(folder, checksums="all")[1] == [
         f"{folder / 'test' / 'state.json'}: is missing",
         f"{one}: is damaged: its checksum differs from its record",
         f"{gone}: is missing",
         f"{other}: has 100 bytes, its record says {shards[-1][1].bytes}",
     ]
     # It is known from now on.
-    assert len(examine_dataset(folder).faults) == 4
+    assert len(examine_dataset(folder)[1]) == 4
     assert build(config, tmp_path)[1] == folder
     assert caplog.text.count(f"{partitions / its_shard.path}: is damaged") == 1
     assert {path: path.read_bytes() for path, _ in shards} == whole
     # Damage to a file damages its partition, too; a missing link is only linked again.
     anew = {path.parent.name for path, when in made.items() if path.stat().st_mtime_ns != when}
     assert anew == {shard.path.split("/")[0] for shard in (its_shard, shards[-1][1])}
-    assert not examine_dataset(folder, checksums="all").faults
+    assert not examine_dataset(folder, checksums="all")[1]
 
 
 def test_a_restored_folder_is_compared_and_one_without_shards_is_damaged(tmp_path, several):

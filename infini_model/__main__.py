@@ -78,24 +78,16 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.runtime.records import read_record
 
     listing, data = read_record(arguments.listing, Listing), config.data_to_tokenize
-    output_dir, datasets_dir = config.run.output_dir, config.run.datasets_dir
-    store = config.run.datasets_store
+    datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
     if data.share is not None:
-        listing, missing = make_share(
-            listing,
-            data,
-            output_dir,
-            datasets_dir=datasets_dir,
-            store=store,
-            progress=write_progress,
-        )
+        listing, missing = make_share(listing, config, write_progress)
         if missing:
             return {"missing": missing}
         write_listing(listing, data, datasets_dir)
     manifest = build_dataset(
         listing,
         data,
-        output_dir,
+        config.run.output_dir,
         datasets_dir=datasets_dir,
         store=store,
         progress=write_progress,

@@ -7,9 +7,7 @@ last one knows all files without having read them.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from infini_model.config import MEBIBYTE, DataConfig
+from infini_model.config import MEBIBYTE, Config, DataConfig
 from infini_model.data.build import RequestedDataset, make_partitions, requested_dataset
 from infini_model.data.datasets import register_build
 from infini_model.data.engines import make_engine
@@ -21,15 +19,9 @@ from infini_model.runtime.stage_protocol import OnProgress
 
 
 def make_share(
-    listing: Listing,
-    config: DataConfig,
-    output_dir: Path,
-    *,
-    datasets_dir: Path | None = None,
-    store: str | None = None,
-    progress: OnProgress | None = None,
+    listing: Listing, config: Config, progress: OnProgress | None = None
 ) -> tuple[Listing, int]:
-    """Make what is missing of `data.share`; the arguments and the errors are `build_dataset`'s.
+    """Make what is missing of `data.share`; `progress` and the errors are `build_dataset`'s.
 
     A partition belongs to a share whether it exists or not: so shares are disjoint, wherever and
     whenever each is made. No lock is held but those of partitions.
@@ -37,16 +29,19 @@ def make_share(
     Returns the files as they are known now, of which other shares may have read more, and how many
     partitions of others are missing; if none is, `build_dataset` finds them all.
     """
-    datasets = datasets_at(datasets_dir or output_dir / "datasets", store)
-    wanted = requested_dataset(listing, config, datasets)
+    run, data = config.run, config.data_to_tokenize
+    datasets = datasets_at(run.datasets_dir, run.datasets_store)
+    wanted = requested_dataset(listing, data, datasets)
     register_build(wanted.folder, wanted.build)
-    own = _keys_of_share(wanted, listing, config)
-    engine = make_engine(config, wanted.tokenizer)
-    make_partitions(wanted, own, f"share {config.share}", engine, progress)
+    own = _keys_of_share(wanted, listing, data)
+    engine = make_engine(data, wanted.tokenizer)
+    make_partitions(wanted, own, f"share {data.share}", engine, progress)
     if listing.unread:
-        listing = list_sources(config, output_dir, datasets_dir=datasets_dir, store=store)
-        wanted = requested_dataset(listing, config, datasets)
-    target = config.partition_megabytes * MEBIBYTE
+        listing = list_sources(
+            data, run.output_dir, datasets_dir=run.datasets_dir, store=run.datasets_store
+        )
+        wanted = requested_dataset(listing, data, datasets)
+    target = data.partition_megabytes * MEBIBYTE
     unread = sum(-(-text_of_file(part) // target) for part in listing.unread)
     return listing, len(set(wanted.build.partitions) - datasets.partition_keys()) + unread
 

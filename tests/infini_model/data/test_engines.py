@@ -118,7 +118,8 @@ class Share:
         """The number of partitions that are still missing; lists the files first."""
         fact_cache.cache_clear()
         listing = list_sources(self.config, self.output)
-        return make_share(listing, self.config, self.output)[1]
+        config = Config(data=self.config, run={"output_dir": self.output})
+        return make_share(listing, config)[1]
 
 
 @pytest.mark.parametrize("count", [3, 20])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import get_run_logger, task
 from rich.filesize import decimal
 
@@ -14,11 +12,8 @@ from tasks.stage import STAGE, run_stage
 
 @task(name="clean", task_run_name="clean {config.data.name}", **STAGE)
 @failure_as_state
-def clean(config: Config) -> dict[str, Any]:
-    """Keep `data.keep` datasets of the name and those that are in use or that runs refer to.
-
-    Returns how many things of each kind were removed, and the bytes that this freed.
-    """
+def clean(config: Config) -> None:
+    """Keep `data.keep` datasets of the name and those that are in use or that runs refer to."""
     result = run_stage("clean", config, config.stages.clean)
     log = get_run_logger()
     for problem in result["problems"]:
@@ -26,7 +21,6 @@ def clean(config: Config) -> dict[str, Any]:
     counts, freed = result["counts"], result["bytes"]
     if not counts:
         log.info("Nothing to clean up: %s datasets are kept", config.data.keep)
-        return result
+        return
     removed = ", ".join(f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
     log.info("Removed %s: %s are free again", removed, decimal(freed))
-    return result

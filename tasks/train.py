@@ -110,15 +110,13 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     mlflow, waiting = LiveArtifact("mlflow"), Waiting(waiting_note(run_dir))
     tail: deque[str] = deque(maxlen=TAIL_LINES)
 
-    def show_link() -> None:
+    def show_state() -> None:
+        waiting.update()
         if link := mlflow_link(run_dir, config):
             mlflow.show(link)
 
     try:
-        with (
-            updates("state of the run", waiting.update, VIEW_SECONDS),
-            updates("link to MLflow", show_link, VIEW_SECONDS),
-        ):
+        with updates("state of the run", show_state, VIEW_SECONDS):
             _launch(config, dataset_dir, run_dir, tail)
     except EXPECTED as error:
         note_training(error, config, dataset_dir, run_dir, list(tail))

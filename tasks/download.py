@@ -19,8 +19,7 @@ def download(config: Config) -> Path:
     """
     config = config.updated(data={"folder": None})
     check_holds_datasets(config.run)
-    listing: Path = run_with_retries(_download, config.stages.download, config)
-    return listing
+    return run_with_retries(_download, config.stages.download, config)
 
 
 @task(name="download", task_run_name="download {config.data.name}", **STAGE)

@@ -27,9 +27,7 @@ def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
     """
     if config.launch.node_rank > 0:
         return {"run_dir": str(run_dir)}
-    report: dict[str, Any] = run_with_retries(
-        _evaluate, config.stages.evaluate, config, dataset.folder, run_dir
-    )
+    report = run_with_retries(_evaluate, config.stages.evaluate, config, dataset.folder, run_dir)
     end_predecessors(run_dir, _summary(report))
     return report
 

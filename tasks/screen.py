@@ -20,8 +20,7 @@ def screen(config: Config, listing: Path) -> Path:
     """
     if not any(each.screen for each in config.data.named_sources.values()):
         return listing
-    screened: Path = run_with_retries(_screen, config.stages.screen, config, listing)
-    return screened
+    return run_with_retries(_screen, config.stages.screen, config, listing)
 
 
 @task(name="screen", task_run_name="screen {config.data.name}", **STAGE)

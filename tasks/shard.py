@@ -7,10 +7,10 @@ the rest.
 from __future__ import annotations
 
 from pathlib import Path, PurePath
+from typing import cast
 
 from prefect import get_run_logger, task
 from prefect.artifacts import TableArtifact
-from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.runtime import task_run
 from prefect.states import Completed
@@ -65,7 +65,7 @@ def _begun_run(config: Config) -> Path | None:
 
 def use_dataset(config: Config) -> Dataset:
     """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
-    dataset: Dataset = run_with_retries(_plan, config.stages.shard, config, None)
+    dataset = run_with_retries(_plan, config.stages.shard, config, None)
     get_run_logger().info("Using dataset %s without changes", dataset.place)
     return dataset
 
@@ -93,10 +93,10 @@ def share_made(config: Config, dataset: Dataset) -> str:
 def build_dataset(config: Config, listing: Path) -> Dataset:
     """Build the dataset, which with `data.share` may have `missing` partitions."""
     log, stage = get_run_logger(), config.stages.shard
-    plan: Dataset = run_with_retries(_plan, stage, config, listing)
+    plan = run_with_retries(_plan, stage, config, listing)
     if plan.fault:
         log.warning("%s; rebuilding its partition", plan.fault)
-    dataset: Dataset = run_with_retries(_build, stage, config, listing, plan)
+    dataset = run_with_retries(_build, stage, config, listing, plan)
     if not dataset.missing:
         log.info("Dataset %s is %s", dataset.place, "reused" if dataset.intact else "ready")
     return dataset
@@ -129,14 +129,15 @@ def _plan(config: Config, listing: Path | None) -> Dataset:
 
 @task(name="shard", task_run_name="shard {config.data.name}-{plan.key:.16}", **STAGE)
 @failure_as_state
-def _build(config: Config, listing: Path, plan: Dataset) -> Dataset | State[Dataset]:
+def _build(config: Config, listing: Path, plan: Dataset) -> Dataset:
     """Build missing or damaged partitions, and the dataset folder of all partitions.
 
     If the plan found the folder intact, the task ends at once in the state Reused. Concurrent runs
     with the same key build it only once.
     """
     if plan.intact:
-        return Completed(name="Reused", message=f"{plan.place} is intact", data=plan)
+        message = f"{plan.place} is intact"
+        return cast("Dataset", Completed(name="Reused", message=message, data=plan))
     made = run_stage("shard", config, config.stages.shard, "--listing", str(listing))
     # Only the last share knows all files, and so the key.
     dataset = Dataset.model_validate(plan.model_dump() | made)
@@ -167,11 +168,6 @@ def _announce(dataset: Dataset, manifest: Manifest) -> None:
         "prefect.resource.id": f"infini.dataset.{manifest.key}",
         "prefect.resource.name": manifest.folder_name,
     }
-    payload = {
-        "folder": str(dataset.folder),
-        "address": dataset.address,
-        "key": manifest.key,
-        "documents": manifest.documents,
-        "tokens": manifest.tokens,
-    }
+    payload = dataset.model_dump(mode="json", include={"folder", "address", "key"})
+    payload |= {"documents": manifest.documents, "tokens": manifest.tokens}
     emit_event(NEW_DATASET, resource, payload=payload)

@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -32,6 +32,7 @@ TAIL_LINES = 20
 FAULTS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -> bool:
@@ -50,9 +51,7 @@ STAGE: dict[str, Any] = {
 }
 
 
-def run_with_retries(
-    task: Task[P, Any], stage: StageConfig, *args: P.args, **kwargs: P.kwargs
-) -> Any:
+def run_with_retries(task: Task[P, R], stage: StageConfig, *args: P.args, **kwargs: P.kwargs) -> R:
     """Run the task of a stage, with retries and exponential backoff as its settings say.
 
     The stage enforces its timeout itself: Prefect's would leave the children running. Raises what

@@ -5,8 +5,6 @@ Once their shape is known, the memory of the training is compared with what this
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import task
 
 from infini_model.config import Config
@@ -46,11 +44,10 @@ def fetch_weights(config: Config) -> InitialWeights | None:
 
 def fetch_anew(config: Config) -> InitialWeights:
     """The same, whatever a run has recorded."""
-    found = run_with_retries(_fetch, config.stages.weights, config)
-    return InitialWeights.model_validate(found)
+    return run_with_retries(_fetch, config.stages.weights, config)
 
 
 @task(name="weights", task_run_name="weights {config.model.initial_weights}", **STAGE)
 @failure_as_state
-def _fetch(config: Config) -> dict[str, Any]:
-    return run_stage("weights", config, config.stages.weights)
+def _fetch(config: Config) -> InitialWeights:
+    return InitialWeights.model_validate(run_stage("weights", config, config.stages.weights))

@@ -91,8 +91,8 @@ SETTINGS = {
     "initial_weights": Setting(
         "model.initial_weights",
         (*TRAINING, *PREPROCESS),
-        "Pretrained Llama to begin from: a Hugging Face folder, or a name on the Hub such as "
-        "meta-llama/Llama-3.2-1B. The presets uptrain and fine-tune need it.",
+        "Pretrained Llama, Qwen, Mistral, … to begin from: a Hugging Face folder, or a name on the "
+        "Hub such as meta-llama/Llama-3.2-1B. The presets uptrain and fine-tune need it.",
     ),
     "dataset_name": Setting(
         "data.name",

@@ -69,7 +69,7 @@ def window(tokens: int | None, sinks: int = SINKS) -> Form:
         context: LayerContext,
         state: LayerState | None,  # noqa: ARG001 - it trains and scores whole sequences
     ) -> tuple[Tensor, None]:
-        q, k, v = self.project(x)
+        q, k, v = self.project(x, context.query_scale)
         whole = _rope(x.size(1), self.head_dim, x.device)
         length, starts = context.window.segment_length, context.document_starts
         out = window_attention(

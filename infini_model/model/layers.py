@@ -38,6 +38,7 @@ class LayerContext(NamedTuple):
         streams: The first B / streams rows are written to the memory, which all rows read.
         keep_state: Whether there is a state after the pass.
         without_memory: Whether the memory is knocked out: nothing is read from it.
+        query_scale: That of `infini_model.model.rotary`.
     """
 
     window: Window
@@ -48,6 +49,7 @@ class LayerContext(NamedTuple):
     streams: int = 1
     keep_state: bool = True
     without_memory: bool = False
+    query_scale: float = 1.0
 
 
 class Norm(nn.RMSNorm):
@@ -63,7 +65,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim, self.query_scale = config.head_dim, query_scale(config.rope_scaling)
+        self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
         kv_width = config.key_value_heads * self.head_dim
         self.memory = None if config.memory == "none" else RULES[config.memory](config)
@@ -77,7 +79,7 @@ class Attention(nn.Module):
             widths = (width, kv_width) if config.qk_norm == "projection" else (self.head_dim,) * 2
             self.q_norm, self.k_norm = (Norm(each, eps=config.rms_norm_eps) for each in widths)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, query_scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, H_kv, T, D] of `x` [B, T, hidden]."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -85,8 +87,8 @@ class Attention(nn.Module):
                 norm(y.unflatten(-1, (-1, norm.weight.numel()))).flatten(-2).to(y.dtype)
                 for norm, y in ((self.q_norm, q), (self.k_norm, k))
             )
-        if self.query_scale != 1.0:
-            q = q * self.query_scale
+        if query_scale != 1.0:
+            q = q * query_scale
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         return q, k, v
 
@@ -101,7 +103,7 @@ class Attention(nn.Module):
         if context.update is not None and state is not None:
             return self.advance(x, context, context.update, state)
         window, rope, streams, tokens = context.window, context.rope, context.streams, x.size(1)
-        q, k, v = self.project(x)
+        q, k, v = self.project(x, context.query_scale)
         # Not a chunk of a single stream: its backward pass would copy it.
         keys, values, written = (y if streams == 1 else y.chunk(streams)[0] for y in (k, v, x))
         earlier, rule_state = None, None
@@ -135,7 +137,7 @@ class Attention(nn.Module):
         """Attend to `x` [B, T, hidden], which lies in the open segment of each row."""
         window, (cos, sin) = context.window, context.rope
         kept, length = window.kept, window.segment_length
-        q, k, v = self.project(x)
+        q, k, v = self.project(x, context.query_scale)
         # Padding has no position: it gets some valid angle, and its result is ignored.
         rows = kept + update.slots.clamp(max=length - 1)
         rope = (cos[rows].unsqueeze(1), sin[rows].unsqueeze(1))
@@ -256,6 +258,7 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.gradient_checkpointing = False
         self.no_rope_layer_interval = config.no_rope_layer_interval
+        self.query_scale = query_scale(config.rope_scaling)
 
     def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
         """Choose which halves of the layers training compiles; at first, none.
@@ -296,6 +299,7 @@ class Decoder(nn.Module):
         context = LayerContext(
             *(window, (self.cos, self.sin), document_starts, sight, update, streams, keep_state),
             without_memory=without == "memory",
+            query_scale=self.query_scale,
         )
         every = self.no_rope_layer_interval
         unturned = (torch.ones_like(self.cos), torch.zeros_like(self.sin)) if every else None
@@ -303,7 +307,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             own = context
             if unturned is not None and (index + 1) % every == 0:
-                own = context._replace(rope=unturned)
+                own = context._replace(rope=unturned, query_scale=1.0)
             inputs = (x, own, None if state is None else state.layers[index])
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (

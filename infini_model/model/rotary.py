@@ -66,7 +66,7 @@ def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tens
 def query_scale(scaling: RopeScaling | None) -> float:
     """The factor of queries by which yarn makes the attention sharper (arXiv 2309.00071, eq. 22).
 
-    Hugging Face multiplies both queries and keys, when they are rotated, by its root.
+    Hugging Face multiplies both queries and keys, where they are rotated, by its root.
     """
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0

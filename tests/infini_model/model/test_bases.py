@@ -2,11 +2,15 @@
 
 import json
 import os
+import tempfile
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -52,17 +56,22 @@ BASES = {
         {"no_rope_layer_interval": 2, "no_rope_layers": [1, 0, 1, 0]},
         "SmolLM3",
     ),
+    "smollm3, yarn": ("smollm3", {"rope_scaling": YARN, "no_rope_layer_interval": 2}, "SmolLM3"),
     "olmo2": ("olmo2", {}, "Olmo2"),
 }
 EVERY_BASE = pytest.mark.parametrize("name", BASES)
 
 
+def tree_of(name, **changes):
+    """The config.json of such a model."""
+    kind, fields, _ = BASES.get(name, (name, {}, None))
+    return {"model_type": kind, **SHAPE, **fields, **changes}
+
+
 def write_base(folder, name, **changes) -> PreTrainedModel:
     """Write such a model with random weights, as `transformers` does, and return it."""
-    kind, fields, _ = BASES[name]
     folder.mkdir()
-    tree = {"model_type": kind, **SHAPE, **fields, **changes}
-    (folder / "config.json").write_text(json.dumps(tree))
+    (folder / "config.json").write_text(json.dumps(tree_of(name, **changes)))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
     for parameter_name, parameter in model.named_parameters():
@@ -93,6 +102,60 @@ def test_logits_and_generation_are_those_of_transformers(tmp_path, caplog, name)
     expected = theirs.generate(prompt, max_new_tokens=15, do_sample=False)[:, 9:]
     found = generate(ours, prompt.tolist(), max_new_tokens=15, temperature=0)
     assert found == expected.tolist()
+
+
+SCALINGS = st.one_of(
+    st.none(),
+    st.builds(lambda factor: {"type": "linear", "factor": factor}, st.floats(1, 9)),
+    st.fixed_dictionaries(
+        {"rope_type": st.just("yarn"), "factor": st.floats(1, 9)},
+        optional={
+            "original_max_position_embeddings": st.integers(8, 64),
+            "attention_factor": st.floats(0.5, 2),
+            "beta_fast": st.floats(3, 40),
+            "beta_slow": st.floats(1, 2),
+        },
+    ),
+    st.builds(
+        lambda length: {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": length,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        st.integers(8, 64),
+    ),
+)
+
+
+@given(
+    kind=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2"]),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 4)]),
+    fields=st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([6, 8, 16]),
+            "num_hidden_layers": st.integers(1, 4),
+            "no_rope_layer_interval": st.integers(1, 4),
+            "rope_theta": st.floats(50, 1e6),
+            "rope_scaling": SCALINGS,
+            "rms_norm_eps": st.sampled_from([1e-6, 1e-3]),
+            "tie_word_embeddings": st.booleans(),
+            "sliding_window": st.sampled_from([None, 7, 64]),
+            "use_sliding_window": st.booleans(),
+        },
+        optional={"attention_bias": st.booleans(), "max_window_layers": st.integers(0, 4)},
+    ),
+)
+@settings(max_examples=60, derandomize=True)
+def test_whatever_its_config_says_it_computes_what_transformers_does(kind, heads, fields):
+    fields |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = write_base(Path(folder, "base"), kind, **fields)
+        Path(folder, "base", "config.json").write_text(json.dumps(tree_of(kind, **fields)))
+        ours = InfiniLlama.from_pretrained(Path(folder, "base"), memory="none")
+    # Beyond a sliding window it would be cut into segments.
+    assert_same(ours, theirs, TOKENS[:, : ours.config.segment_length])
 
 
 @EVERY_BASE

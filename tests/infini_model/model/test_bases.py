@@ -147,7 +147,7 @@ SCALINGS = st.one_of(
         optional={"attention_bias": st.booleans(), "max_window_layers": st.integers(0, 4)},
     ),
 )
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 def test_whatever_its_config_says_it_computes_what_transformers_does(kind, heads, fields):
     fields |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     with tempfile.TemporaryDirectory() as folder:

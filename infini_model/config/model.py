@@ -36,16 +36,16 @@ class RopeScaling(Section):
     """yarn: with this many turns or more, nothing is scaled; null (default) is 32."""
     beta_slow: PositiveFloat | None = None
     """yarn: with this many turns or fewer, scaling is full; null (default) is 1."""
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
     """yarn: factor of rotated queries and of rotated keys; null (default) is 0.1 ln(factor) + 1."""
 
     def conflicts(self) -> Iterator[str]:
         required, optional = _SCALINGS[self.rope_type]
-        for name in [*RopeScaling.model_fields][2:]:
-            is_given = getattr(self, name) is not None
-            if is_given and name not in (*required, *optional):
-                yield f"{name}: not with rope_type={self.rope_type}"
-            if name in required and not is_given:
+        given = self.model_dump(exclude_none=True).keys() - {"rope_type", "factor"}
+        for name in sorted(given - {*required, *optional}):
+            yield f"{name}: not with rope_type={self.rope_type}"
+        for name in required:
+            if name not in given:
                 yield f"{name}: missing, and rope_type={self.rope_type} needs it"
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and low >= high:
@@ -118,17 +118,18 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; null (default) is off."""
     no_rope_layer_interval: NonNegativeInt = 0
-    """Every so many layers, one has no rotary embedding, as in SmolLM3; 0 (default) is none."""
+    """n, if every n-th layer has no rotary embedding, as in SmolLM3; 0 (default) is none."""
     attention_bias: bool = False
     """Whether the four projections of the attention have biases."""
     qkv_bias: bool = False
-    """Whether those of queries, keys and values have biases, but not the output's, as in Qwen2."""
+    """Whether the projections of queries, keys and values have biases, but not the output's, as in
+    Qwen2."""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMSNorm of queries and keys: head norms each head by itself, as Qwen3 does, projection all
     heads together, as OLMo 2 does."""
     post_norm: bool = False
-    """Whether the norms of a layer are those of what attention and feed-forward add, as in OLMo 2,
-    not of what they take."""
+    """Whether a layer norms the outputs of attention and feed-forward, as OLMo 2 does, not their
+    inputs."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm."""
     tie_word_embeddings: bool = False
@@ -181,6 +182,11 @@ class ModelConfig(Section):
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
+    def has_default_head_dim(self) -> bool:
+        """True if all heads together are as wide as the residual stream."""
+        return self.head_dim * self.num_attention_heads == self.hidden_size
+
+    @property
     def beside_initial_weights(self) -> dict[str, Any]:
         """The fields that were set to change what `initial_weights` has or lacks."""
         of_weights = {"initial_weights", "ignore_tokenizer"}
@@ -205,6 +211,8 @@ class ModelConfig(Section):
         # The default may come from the file of a run with another memory.
         if self.memory == "residual" and self.read_weight_start != READ_WEIGHT_START:
             yield "read_weight_start: memory=residual starts at 0; leave it out"
+        if self.rope_theta <= 1 and self.rope_scaling and self.rope_scaling.rope_type == "yarn":
+            yield f"rope_theta must be above 1 for yarn, not {self.rope_theta:g}"
         size, mask = self.vocab_size, self.mask_token_id
         if size is not None and mask is not None and mask >= size:
             yield f"mask_token_id {mask} is outside the vocabulary of {size} tokens"
@@ -216,7 +224,7 @@ class ModelConfig(Section):
                 f"{self.segment_length}"
             )
         width, heads, groups = self.hidden_size, self.num_attention_heads, self.key_value_heads
-        if width % heads:
+        if width % heads and "head_dim" not in self.model_fields_set:
             yield f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
         if self.head_dim % 2:
             yield f"head_dim must be even for the rotary embedding, not {self.head_dim}"

@@ -35,7 +35,14 @@ def _is_range(value: str) -> bool:
 Nodes = Annotated[str, takes("a number of nodes, or a range such as 2-4", _is_range)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SavedModule = Literal[
-    "embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"
+    "embed_tokens",
+    "lm_head",
+    "norm",
+    "q_norm",
+    "k_norm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
 ]
 AttentionBackend = Literal["auto", "flash", "sdpa"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -24,7 +24,7 @@ Part = Literal["memory", "window"]
 
 
 class LayerContext(NamedTuple):
-    """What all layers of a pass share.
+    """What the layers of a pass share; one that does not rotate has its own rope and query_scale.
 
     Attributes:
         window: What is in sight.
@@ -38,7 +38,7 @@ class LayerContext(NamedTuple):
         streams: The first B / streams rows are written to the memory, which all rows read.
         keep_state: Whether there is a state after the pass.
         without_memory: Whether the memory is knocked out: nothing is read from it.
-        query_scale: That of `infini_model.model.rotary`.
+        query_scale: Factor of the queries; see `infini_model.model.rotary.query_scale`.
     """
 
     window: Window
@@ -192,7 +192,7 @@ class Mlp(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream.
 
-    What each takes is normed or, with `post_norm`, what it adds.
+    The input of each is normed or, with `post_norm`, its output.
 
     Attributes:
         compiled: Whether training compiles `attend`; False by default.

@@ -20,6 +20,7 @@ from torch.nn import functional
 from infini_model.config import LoraConfig
 from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.model.precision import as_operand
+from infini_model.runtime.errors import ConfigError
 
 FROZEN = torch.bfloat16
 _ADAPTERS = ("lora_A.weight", "lora_B.weight")
@@ -68,6 +69,7 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
     """Freeze `model` but for what `lora` trains, and put adapters, still on `meta`, beside it.
 
     Vectors stay in float32 when frozen: `RMSNorm` is slow where dtypes are mixed, and they are few.
+    Raises `ConfigError` if the model lacks a module that is to be saved.
     """
     for name, module in [*model.named_modules()]:
         if isinstance(module, nn.Embedding):
@@ -85,6 +87,9 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
         if isinstance(module, nn.Linear):
             new.bias = module.bias
         model.set_submodule(name, new)
+    for name in lora.modules_to_save:
+        if not any(each.endswith(name) for each, _ in model.named_modules()):
+            raise ConfigError(f"training.lora.modules_to_save: the model has no module {name}")
     trained = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module_name, _, last = name.rpartition(".")

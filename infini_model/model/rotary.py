@@ -46,10 +46,10 @@ def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tens
     arXiv 2309.00071, with the borders of its ramp rounded to whole dimensions.
     """
     length = scaling.original_max_position_embeddings
-    if length is None:  # linear
-        return torch.zeros_like(frequencies)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if low is not None and high is not None:  # llama3
+    if length is None:  # linear has none of these
+        return torch.zeros_like(frequencies)
+    if low is not None and high is not None:  # only llama3 has these
         turns = length * frequencies / (2 * math.pi)
         return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 

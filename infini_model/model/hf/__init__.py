@@ -2,6 +2,6 @@
 
 The settings of Infini-attention are stored in config.json under one key, `infini_attention`, which
 `transformers` preserves and ignores, and its parameters as tensors such as `…self_attn.gate`, named
-as in the model. Without a past a model is stored as the Llama, Qwen2, … that computes the same or,
-if it is bidirectional, the LLaDA.
+as in the model. Without a past a model is stored as the Llama, Qwen2, … or LLaDA that computes the
+same, if there is one.
 """

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, PositiveInt, ValidationError
 
 from infini_model.config import ModelConfig
 from infini_model.config.model import TOKENIZER_NAME
@@ -32,8 +32,9 @@ _INFINI_FIELDS = (
 # Sinks of a pretrained model that is given a window: without them it is worse than without a
 # window (StreamingLLM, arXiv 2309.17453).
 _SINKS = 4
-# Our fields that LLaDA has no name for.
-_LLADA_LACKS = ("head_dim", "rope_scaling")
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Kinds of models that may have layers with a sliding window.
+_SLIDING = ("mistral", "qwen2", "qwen3", "smollm3")
 
 
 class _Architecture(NamedTuple):
@@ -77,7 +78,7 @@ def _like_llama(
     names = ("vocab_size", *_SIZES, *_OPTIONAL, "rms_norm_eps", *variants)
     return _Architecture(
         name,
-        {name: name for name in names} | {"segment_length": "max_position_embeddings"},
+        {each: each for each in names} | {"segment_length": "max_position_embeddings"},
         ("vocab_size", *_SIZES, "max_position_embeddings"),
         {"mlp_bias": False, "hidden_act": "silu"},
         {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **defaults},
@@ -193,16 +194,17 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     path = folder / CONFIG
     tree = read_json(path)
     kind = tree.get("model_type")
-    if kind not in _ARCHITECTURES:
+    if kind not in [*_ARCHITECTURES]:
         raise CheckpointError(
             f"{path}: unsupported model_type {kind!r}; supported: {', '.join(_ARCHITECTURES)}"
         )
-    _, names, required, only, defaults, fixed = _ARCHITECTURES[kind]
-    given = {name: value for name, value in {**defaults, **tree}.items() if value is not None}
-    for name in required:
+    known = _ARCHITECTURES[kind]
+    names, stated = known.names, {**known.defaults, **tree}
+    given = {name: value for name, value in stated.items() if value is not None}
+    for name in known.required:
         if name not in given:
             raise CheckpointError(f"{path}: {name} is missing")
-    for name, value in only.items():
+    for name, value in known.only.items():
         if given.get(name, value) != value:
             raise CheckpointError(f"{path}: {name} is {given[name]!r}, only {value!r} is supported")
     if "no_rope_layers" in given and "no_rope_layer_interval" in names:
@@ -212,26 +214,26 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
         # The vocabulary may be padded: it is the embedding that has rows.
         given.setdefault("embedding_size", given["vocab_size"])
         fields: dict[str, object] = {"bidirectional": True, "memory": "none"}
-        ours += _LLADA_LACKS
     else:
         fields = _rope_fields(given, path)
         if kind != "infini_llama" and overrides.get("window_segments"):
             fields["window_sinks"] = _SINKS
         ours += _DIFFUSION_FIELDS
-    fields |= fixed
+    fields |= known.fixed
     fields |= {name: given[theirs] for name, theirs in names.items() if theirs in given}
     infini = _mapping(tree.get("infini_attention", {}), f"{path}: infini_attention")
     fields |= {name: infini[name] for name in ours if name in infini}
     try:
         config = ModelConfig.model_validate({**fields, **overrides})
+        most = _Sliding.model_validate(given).window(kind, config) if kind in _SLIDING else None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "model"
         if key not in {*overrides, *infini}:
             key = names.get(key, key)
-        raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
-    most = given.get("sliding_window")
-    if most is None or not (kind == "mistral" or given.get("use_sliding_window")):
+        message = first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {key}: {message}") from error
+    if most is None:
         return config
     if "segment_length" not in {*overrides, *infini} and config.segment_length > most:
         config = config.updated(segment_length=most)
@@ -243,26 +245,52 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     return config
 
 
+class _Sliding(BaseModel):
+    """The fields by which some layers see no more than a sliding window."""
+
+    sliding_window: PositiveInt | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+
+    def window(self, kind: str, config: ModelConfig) -> int | None:
+        """Return its width, or None without such layers, as `transformers` decides."""
+        if kind == "mistral":
+            slides = True
+        elif self.layer_types is not None:
+            slides = "sliding_attention" in self.layer_types
+        elif kind == "smollm3":
+            slides = self.use_sliding_window and config.no_rope_layer_interval > 0
+        else:
+            slides = self.use_sliding_window and self.max_window_layers < config.num_hidden_layers
+        return self.sliding_window if slides else None
+
+
 def _no_rope_interval(layers: object, path: Path) -> int:
-    """The n of a list that is 0 for each n-th layer, and 1 for all others; 0 if it is 1 for all."""
-    if isinstance(layers, list):
+    """The n of a list that has 0 for every n-th layer and 1 for the others; 0 if it has no 0."""
+    if isinstance(layers, list) and layers:
         every = layers.index(0) + 1 if 0 in layers else 0
         if layers == [int(not every or (at + 1) % every != 0) for at in range(len(layers))]:
             return every
     raise CheckpointError(f"{path}: no_rope_layers: only 0 for every n-th layer is supported")
 
 
-def _rope_fields(tree: dict[str, Any], path: Path) -> dict[str, object]:
+def _rope_fields(given: dict[str, Any], path: Path) -> dict[str, object]:
     """rope_theta and rope_scaling, from the current or the older Hugging Face fields."""
-    given = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
-    scaling = {**_mapping(given, f"{path}: rope_parameters")}
-    theta = scaling.pop("rope_theta", tree.get("rope_theta", 10_000.0))
+    stated = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    scaling = {**_mapping(stated, f"{path}: rope_parameters")}
+    for name, value in scaling.items():
+        if isinstance(value, dict):
+            raise CheckpointError(
+                f"{path}: rope_parameters.{name}: only one for all layers is supported"
+            )
+    theta = scaling.pop("rope_theta", given.get("rope_theta", 10_000.0))
     kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "linear":
-        length = tree["max_position_embeddings"]
-        scaling.setdefault("original_max_position_embeddings", length)
+        length = given.get(_ORIGINAL_LENGTH, given["max_position_embeddings"])
+        scaling.setdefault(_ORIGINAL_LENGTH, length)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -270,25 +298,28 @@ def model_type(config: ModelConfig) -> str:
     """The kind of model that config.json calls itself: the first that computes the same."""
 
     def computes_the_same(kind: str) -> bool:
-        _, names, _, _, _, fixed = _ARCHITECTURES[kind]
+        names, fixed = _ARCHITECTURES[kind].names, _ARCHITECTURES[kind].fixed
         plain = {**{n: ModelConfig.model_fields[n].default for n in _VARIANTS}, **fixed}
         return all(name in names or getattr(config, name) == plain[name] for name in _VARIANTS)
 
     if config.has_past:
         return "infini_llama"
-    if config.bidirectional:
-        return "llada" if computes_the_same("llada") else "infini_llama"
-    return next(filter(computes_the_same, _ARCHITECTURES))
+    if not config.bidirectional:
+        return next(filter(computes_the_same, _ARCHITECTURES))
+    # LLaDA has no names for these.
+    is_plain = config.rope_scaling is None and config.has_default_head_dim
+    return "llada" if is_plain and computes_the_same("llada") else "infini_llama"
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:
     """The contents of config.json for a model whose weights have `dtype`."""
     kind = model_type(config)
-    name, names, _, only, *_ = _ARCHITECTURES[kind]
+    known = _ARCHITECTURES[kind]
+    names = known.names
     infini = {name: getattr(config, name) for name in _INFINI_FIELDS}
     tree: dict[str, object] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     tree |= {
-        **only,
+        **known.only,
         "model_type": kind,
         names["num_key_value_heads"]: config.key_value_heads,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -301,7 +332,6 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
     if tokens.tokenizer is not None:
         tree[TOKENIZER_NAME] = tokens.tokenizer
     if kind == "llada":
-        infini |= config.model_dump(include=set(_LLADA_LACKS))
         tree |= {
             "vocab_size": config.vocab_size,
             # LLaDA takes the two together only for as many key-value heads as heads, or one.
@@ -314,7 +344,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
             infini |= config.model_dump(include=set(_DIFFUSION_FIELDS))
         scaling = config.rope_scaling and config.rope_scaling.model_dump(exclude_none=True)
         tree |= {
-            "architectures": [name],
+            "architectures": [known.name],
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": (scaling or {"rope_type": "default"})

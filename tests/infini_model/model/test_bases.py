@@ -18,7 +18,7 @@ from infini_model.config import LoraConfig
 from infini_model.model.generate import generate
 from infini_model.model.hf.config import read_config
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.errors import CheckpointError, ConfigError
 
 LENGTH = 24
 TOKENS = torch.randint(50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -41,6 +41,12 @@ SHAPE = {
 BASES = {
     "llama with biases": ("llama", {"attention_bias": True}, "Llama"),
     "llama, linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}, "Llama"),
+    # The length before scaling, beside the scaling as Phi-3 has it.
+    "llama, yarn": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+        "Llama",
+    ),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, "Llama"),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, "Qwen2"),
     "qwen2, yarn": ("qwen2", {"rope_scaling": YARN}, "Qwen2"),
@@ -154,7 +160,11 @@ def test_whatever_its_config_says_it_computes_what_transformers_does(kind, heads
         theirs = write_base(Path(folder, "base"), kind, **fields)
         Path(folder, "base", "config.json").write_text(json.dumps(tree_of(kind, **fields)))
         ours = InfiniLlama.from_pretrained(Path(folder, "base"), memory="none")
-    # Beyond a sliding window it would be cut into segments.
+    # Beyond a sliding window it is cut into segments.
+    layers = getattr(theirs.config, "layer_types", None) or []
+    slides = kind == "mistral" or "sliding_attention" in layers
+    width = theirs.config.sliding_window if slides else None
+    assert ours.config.segment_length == min(LENGTH, width or LENGTH)
     assert_same(ours, theirs, TOKENS[:, : ours.config.segment_length])
 
 
@@ -235,6 +245,8 @@ def test_no_more_is_in_sight_than_the_sliding_window_of_the_base(tmp_path, name,
         {"post_norm": True},
         {"no_rope_layer_interval": 3, "qk_norm": "projection"},
         {"bidirectional": True, "mask_token_id": 49, "qkv_bias": True},
+        {"bidirectional": True, "mask_token_id": 49, "rope_scaling": YARN},
+        {"bidirectional": True, "mask_token_id": 49, "head_dim": 16},
     ],
 )
 def test_a_combination_that_no_base_has_calls_itself_our_own(tmp_path, changes):
@@ -257,6 +269,17 @@ def test_a_combination_that_no_base_has_calls_itself_our_own(tmp_path, changes):
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' is supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias is True, only False is supported"),
         ("llama", {"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ("llama", {"model_type": ["llama"]}, r"unsupported model_type \['llama'\]; supported: "),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": YARN}},
+            "rope_parameters.full_attention: ",
+        ),
+        ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta must be above 1 for yarn"),
+        ("mistral", {"sliding_window": 0}, "sliding_window: Input should be greater than 0"),
+        ("mistral", {"sliding_window": "wide"}, "sliding_window: Input should be a valid integer"),
+        ("qwen2", {"layer_types": ["chunked_attention"]}, "layer_types.0: Input should be"),
+        ("smollm3", {"no_rope_layers": []}, "no_rope_layers: only 0 for every n-th"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_name(tmp_path, name, changes, message):
@@ -267,6 +290,7 @@ def test_what_is_not_exact_is_refused_by_name(tmp_path, name, changes, message):
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3 with biases", "olmo2"])
 def test_adapters_beside_biases_and_norms_change_nothing_at_first_and_merge(tmp_path, name):
+    """A module to save that the base lacks is refused."""
     theirs = write_base(tmp_path / "base", name).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "base")
     plain = InfiniLlama.from_pretrained(tmp_path / "base", memory="none")
@@ -287,3 +311,9 @@ def test_adapters_beside_biases_and_norms_change_nothing_at_first_and_merge(tmp_
     }
     model.save_pretrained(tmp_path / "merged")
     assert_same(InfiniLlama.from_pretrained(tmp_path / "merged", memory="none"), plain)
+    lacking = "q_norm" if name == "qwen2" else "post_feedforward_layernorm"
+    if name != "olmo2":
+        with pytest.raises(
+            ConfigError, match=f"modules_to_save: the model has no module {lacking}"
+        ):
+            InfiniLlama(plain.config, lora=LoraConfig(modules_to_save=(lacking,)))

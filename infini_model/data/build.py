@@ -331,7 +331,7 @@ class Dataset(Record):
 
     @property
     def place(self) -> str:
-        """Where all machines find it: its address, else its folder."""
+        """The place where all machines find it: its address, else its folder."""
         return self.address or str(self.folder)
 
 

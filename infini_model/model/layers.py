@@ -24,7 +24,7 @@ Part = Literal["memory", "window"]
 
 
 class LayerContext(NamedTuple):
-    """What the layers of a pass share; one that does not rotate has its own rope and query_scale.
+    """The inputs that the layers of a pass share, but for tables and scale of those without RoPE.
 
     Attributes:
         window: What is in sight.

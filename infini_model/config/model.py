@@ -182,11 +182,6 @@ class ModelConfig(Section):
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
-    def has_default_head_dim(self) -> bool:
-        """True if all heads together are as wide as the residual stream."""
-        return self.head_dim * self.num_attention_heads == self.hidden_size
-
-    @property
     def beside_initial_weights(self) -> dict[str, Any]:
         """The fields that were set to change what `initial_weights` has or lacks."""
         of_weights = {"initial_weights", "ignore_tokenizer"}

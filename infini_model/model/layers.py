@@ -24,7 +24,7 @@ Part = Literal["memory", "window"]
 
 
 class LayerContext(NamedTuple):
-    """The inputs that the layers of a pass share, but for tables and scale of those without RoPE.
+    """The inputs that layers share; those without RoPE have other values of rope and query_scale.
 
     Attributes:
         window: What is in sight.
@@ -224,12 +224,11 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, context: LayerContext, state: LayerState | None
     ) -> tuple[Tensor, Tensor, LayerState | None]:
         """The residual stream after the attention, the feed-forward's input, and the state."""
+        taken = product_input(x if self.post_norm else self.input_layernorm(x))
+        attended, after = self.self_attn(taken, context, state)
         if self.post_norm:
-            attended, after = self.self_attn(product_input(x), context, state)
             x = x + self.post_attention_layernorm(attended)
             return x, product_input(x), after
-        normed = product_input(self.input_layernorm(x))
-        attended, after = self.self_attn(normed, context, state)
         x = x + attended
         return x, product_input(self.post_attention_layernorm(x)), after
 

@@ -40,7 +40,7 @@ def rope_tables(
 
 
 def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """The share of each frequency that is not scaled, of the shape of `frequencies` [D / 2].
+    """Return the share of each frequency that is not scaled, of the shape of `frequencies` [D / 2].
 
     llama3 is by Llama 3.1 (The Llama 3 Herd of Models, arXiv 2407.21783), yarn by section 3.2 of
     arXiv 2309.00071, with the borders of its ramp rounded to whole dimensions.
@@ -54,7 +54,7 @@ def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tens
         return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
     def dimension(turns: float) -> float:
-        """The one of the D dimensions that turns so often in the original length."""
+        """Return the one of the D dimensions that turns so often in the original length."""
         return len(frequencies) * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
     first = max(math.floor(dimension(scaling.beta_fast or 32)), 0)
@@ -64,7 +64,7 @@ def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tens
 
 
 def query_scale(scaling: RopeScaling | None) -> float:
-    """The factor of queries by which yarn makes the attention sharper (arXiv 2309.00071, eq. 22).
+    """Return the factor of queries by which yarn sharpens the attention (arXiv 2309.00071, eq. 22).
 
     Hugging Face multiplies both queries and keys, where they are rotated, by its root.
     """

@@ -22,6 +22,7 @@ from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     GENERATION,
     TokenIds,
+    model_type,
     read_config,
     read_json,
 )
@@ -123,6 +124,5 @@ def check_target(target: Path) -> None:
 
 
 def opens_in_transformers(folder: Path) -> bool:
-    """Return True for the folder of a plain Llama: without memory and window, and causal."""
-    config = read_config(folder, {})
-    return not config.has_past and not config.bidirectional
+    """Return True for the folder of a model that calls itself one of those in `transformers`."""
+    return model_type(read_config(folder, {})) not in ("infini_llama", "llada")

@@ -182,9 +182,9 @@ def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEst
 def _activations(config: Config, parameters: _Parameters, device: Device) -> int:
     """Bytes that a micro-batch takes when the loss is computed.
 
-    A layer keeps of each token the input of each norm in float32; in the dtype of
-    products what the norms return, several times the heads, as the attention and the memory read
-    and write them, and four widths of the feed-forward. The memory keeps states of each segment.
+    A layer keeps of each token the input of each norm in float32; in the dtype of products what the
+    norms return, several times the heads, as the attention and the memory read and write them, and
+    four widths of the feed-forward. The memory keeps states of each segment.
     """
     from infini_model.model.loss import LOGITS_AT_ONCE
     from infini_model.model.memory import RULES

@@ -71,7 +71,7 @@ def _like_llama(
     fixed: Mapping[str, object],
     variants: Sequence[str] = (),
 ) -> _Architecture:
-    """A kind of Llama: other in `fixed` always, in the fields `variants` where its file says so.
+    """Describe a kind of Llama: other in `fixed` always, in `variants` where config.json says so.
 
     `defaults` are those that are not a Llama's.
     """
@@ -194,7 +194,7 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     path = folder / CONFIG
     tree = read_json(path)
     kind = tree.get("model_type")
-    if kind not in [*_ARCHITECTURES]:
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise CheckpointError(
             f"{path}: unsupported model_type {kind!r}; supported: {', '.join(_ARCHITECTURES)}"
         )
@@ -267,7 +267,7 @@ class _Sliding(BaseModel):
 
 
 def _no_rope_interval(layers: object, path: Path) -> int:
-    """The n of a list that has 0 for every n-th layer and 1 for the others; 0 if it has no 0."""
+    """Return n for a list with 0 for every n-th layer and 1 for the others, 0 for one without 0."""
     if isinstance(layers, list) and layers:
         every = layers.index(0) + 1 if 0 in layers else 0
         if layers == [int(not every or (at + 1) % every != 0) for at in range(len(layers))]:
@@ -306,9 +306,10 @@ def model_type(config: ModelConfig) -> str:
         return "infini_llama"
     if not config.bidirectional:
         return next(filter(computes_the_same, _ARCHITECTURES))
-    # LLaDA has no names for these.
-    is_plain = config.rope_scaling is None and config.has_default_head_dim
-    return "llada" if is_plain and computes_the_same("llada") else "infini_llama"
+    # LLaDA has names for neither a scaling nor the width of a head.
+    heads_fit = config.head_dim * config.num_attention_heads == config.hidden_size
+    is_llada = config.rope_scaling is None and heads_fit and computes_the_same("llada")
+    return "llada" if is_llada else "infini_llama"
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> dict[str, object]:

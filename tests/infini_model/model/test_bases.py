@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from infini_model.config import LoraConfig
@@ -19,6 +19,7 @@ from infini_model.model.generate import generate
 from infini_model.model.hf.config import read_config
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.training.export import opens_in_transformers
 
 LENGTH = 24
 TOKENS = torch.randint(50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -69,7 +70,7 @@ EVERY_BASE = pytest.mark.parametrize("name", BASES)
 
 
 def tree_of(name, **changes):
-    """The config.json of such a model."""
+    """Return the config.json of such a model."""
     kind, fields, _ = BASES.get(name, (name, {}, None))
     return {"model_type": kind, **SHAPE, **fields, **changes}
 
@@ -174,6 +175,7 @@ def test_its_export_opens_as_what_it_was(tmp_path, name):
     ours = InfiniLlama.from_pretrained(tmp_path / "base", memory="none")
     ours.save_pretrained(tmp_path / "export")
     exported = tmp_path / "export"
+    assert opens_in_transformers(exported)
     again, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert type(again).__name__ == f"{BASES[name][2]}ForCausalLM"
     assert not any(report.values())
@@ -253,6 +255,7 @@ def test_a_combination_that_no_base_has_calls_itself_our_own(tmp_path, changes):
     model = tiny_model(dtype=torch.float32, vocab_size=50, memory="none", **changes)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "infini_llama"
+    assert not opens_in_transformers(tmp_path)
     again = InfiniLlama.from_pretrained(tmp_path)
     assert again.config == model.config
     assert torch.equal(logits(again), logits(model))
@@ -290,7 +293,6 @@ def test_what_is_not_exact_is_refused_by_name(tmp_path, name, changes, message):
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3 with biases", "olmo2"])
 def test_adapters_beside_biases_and_norms_change_nothing_at_first_and_merge(tmp_path, name):
-    """A module to save that the base lacks is refused."""
     theirs = write_base(tmp_path / "base", name).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "base")
     plain = InfiniLlama.from_pretrained(tmp_path / "base", memory="none")
@@ -311,9 +313,10 @@ def test_adapters_beside_biases_and_norms_change_nothing_at_first_and_merge(tmp_
     }
     model.save_pretrained(tmp_path / "merged")
     assert_same(InfiniLlama.from_pretrained(tmp_path / "merged", memory="none"), plain)
-    lacking = "q_norm" if name == "qwen2" else "post_feedforward_layernorm"
-    if name != "olmo2":
-        with pytest.raises(
-            ConfigError, match=f"modules_to_save: the model has no module {lacking}"
-        ):
-            InfiniLlama(plain.config, lora=LoraConfig(modules_to_save=(lacking,)))
+
+
+def test_a_module_to_save_that_the_model_lacks_is_refused():
+    for shape, lacking in (({}, "q_norm"), ({"post_norm": True}, "input_layernorm")):
+        lora = LoraConfig(modules_to_save=("norm", lacking))
+        with pytest.raises(ConfigError, match=f"modules_to_save: .* has no module {lacking}"):
+            InfiniLlama(tiny_config(**shape), lora=lora)

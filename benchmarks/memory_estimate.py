@@ -22,7 +22,7 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
-from infini_model.training.memory_estimate import estimate_memory
+from infini_model.training.memory_estimate import estimate_memory, layers_to_recompute
 from infini_model.training.optimizer import make_optimizer
 
 Tree = dict[str, Any]
@@ -70,6 +70,7 @@ CASES: dict[str, Tree] = {
     ),
     "recomputed": RECOMPUTED,
     "recomputed in 16 bits": merge(RECOMPUTED, BF16),
+    "3 of 8 layers recomputed": merge(RECOMPUTED, {"launch": {"gradient_checkpointing": 3}}),
     "weights": {
         "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
         "training": {"batch_size": 1},
@@ -92,7 +93,7 @@ def peak_of_step(config: Config) -> int:
     rows, length = config.training.batch_size, config.packing.context_length
     with FakeTensorMode():
         model = InfiniLlama(config.model, attention_backend=config.launch.attention_backend)
-        model.model.gradient_checkpointing = config.launch.gradient_checkpointing
+        model.model.recomputed_layers = layers_to_recompute(config)[0]
         module, optimizer = LossModule(model, objective), make_optimizer(model, config.training)
         tokens = torch.randint(config.model.vocab_size or 0, (rows, 1, length + 1))
         batch = Batch(tokens, None, None, torch.arange(rows))

@@ -117,7 +117,7 @@ class Training:
         vocab_size = self.model.lm_head.out_features
         tokens = torch.randint(vocab_size, (shape.rows, shape.length + 1), device=DEVICE)
         decoder = self.model.model
-        decoder.gradient_checkpointing = shape.checkpointing
+        decoder.recomputed_layers = len(decoder.layers) if shape.checkpointing else 0
         attention = shape.compiled and self._attention_compiles
         decoder.compile_layers(attention=attention, feed_forward=shape.compiled)
         # A step that ran out of memory may have left gradients.

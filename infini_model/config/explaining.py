@@ -245,7 +245,7 @@ def _line(key: str, schema: Schema) -> str:
 
 def _type(schema: Schema) -> str:
     if "anyOf" in schema:
-        return " or ".join(map(_type, schema["anyOf"]))
+        return " or ".join(each.get("const") or _type(each) for each in schema["anyOf"])
     if "$ref" in schema or "oneOf" in schema:
         return "section"
     if "const" in schema:  # of one of several kinds

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
 from infini_model.config.locations import LocalFolder, RayAddress
 from infini_model.config.section import (
@@ -33,6 +33,15 @@ def _is_range(value: str) -> bool:
 
 
 Nodes = Annotated[str, takes("a number of nodes, or a range such as 2-4", _is_range)]
+RECOMPUTED = re.compile(r"auto|true|false|\d+")
+Recomputed = Annotated[
+    bool | NonNegativeInt | Literal["auto"],
+    takes(
+        "auto, true, false, or a number of layers",
+        lambda value: RECOMPUTED.fullmatch(str(value).lower()),
+        BeforeValidator,
+    ),
+]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SavedModule = Literal[
     "embed_tokens",
@@ -176,14 +185,16 @@ class LaunchConfig(Section):
     """Rank of this machine, from 0 to num_nodes - 1."""
     rdzv_endpoint: str | None = None
     """host:port of the machine of rank 0; required if num_nodes is over 1."""
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """How processes share the model: ddp keeps a full copy in each; fsdp shards it, for models too
-    large for one device. May change when a run resumes."""
+    large for one device; hsdp shards it over the processes of each machine, so that only gradients
+    pass between machines. May change when a run resumes."""
     attention_backend: AttentionBackend = "auto"
     """Kernel of the exact attention: flash is the package flash-attn, for 16 bits on a GPU; sdpa is
     PyTorch's own choice; auto uses flash where it is installed and suits the GPU."""
-    gradient_checkpointing: bool = False
-    """Whether to recompute activations in the backward pass instead of storing them: less memory,
+    gradient_checkpointing: Recomputed = "auto"
+    """Layers that recompute their activations in the backward pass instead of storing them: all
+    (true), none (false), a number of them, or as few as memory needs (auto). Less memory, for all
     about a third more time, identical results."""
     deterministic: bool = True
     """Whether GPUs use deterministic kernels only, so that on the same machine a resumed run ends

@@ -237,8 +237,9 @@ class Decoder(nn.Module):
     """Embedding, layers and final norm: everything but the output layer.
 
     Attributes:
-        gradient_checkpointing: Whether training keeps only the input of each layer and recomputes
-            the layer in the backward pass (Chen et al., arXiv 1604.06174); False by default.
+        recomputed_layers: How many layers training recomputes in the backward pass, of which it
+            keeps only the inputs (Chen et al., arXiv 1604.06174): the first, as what the others
+            keep is free again when these are recomputed. 0 by default.
     """
 
     cos: Tensor
@@ -255,7 +256,7 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(*shape, before=self.window.kept)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.gradient_checkpointing = False
+        self.recomputed_layers = 0
         self.no_rope_layer_interval = config.no_rope_layer_interval
         self.query_scale = query_scale(config.rope_scaling)
 
@@ -302,7 +303,7 @@ class Decoder(nn.Module):
         )
         every = self.no_rope_layer_interval
         unturned = (torch.ones_like(self.cos), torch.zeros_like(self.sin)) if every else None
-        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        trains = self.training and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
             own = context
             if unturned is not None and (index + 1) % every == 0:
@@ -311,7 +312,7 @@ class Decoder(nn.Module):
             # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-                if recompute
+                if trains and index < self.recomputed_layers
                 else layer(*inputs)
             )
             if keep_state:

@@ -2,12 +2,13 @@
 
 `<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
 from_pretrained` and, without memory, `transformers` open; with LoRA an adapter that `peft` opens),
-`optimizer.safetensors` (the moments by parameter name), `generators.safetensors` (random states, a
-row per rank), `state.json` (`TrainerState`) and `manifest.json` (the SHA-256 of all these files).
-Tensors are stored whole, however they were sharded; frozen ones are not stored. Nothing is pickled.
+`optimizer.safetensors` (the moments by parameter name; several files if large),
+`generators.safetensors` (random states, a row per rank), `state.json` (`TrainerState`) and
+`manifest.json` (the SHA-256 of all these files). Frozen tensors are not stored. Nothing is pickled.
+Tensors are stored whole, however they were sharded: each rank writes the rows that it holds.
 
-The training pauses only while tensors are copied to host memory; a thread writes the copy to disk.
-There is one copy and at most one checkpoint in progress: the next one waits for it.
+The training pauses only while each rank copies its rows to host memory; a thread writes the copy to
+disk. There is one copy and at most one checkpoint in progress: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
@@ -32,20 +34,28 @@ from infini_model.config import Config, ModelConfig
 from infini_model.data.loading.loader import Origin
 from infini_model.model.hf.adapter import Adapter, write_adapter
 from infini_model.model.hf.config import NO_TOKENS, TokenIds
-from infini_model.model.hf.weights import save_tensors, write_files
+from infini_model.model.hf.weights import SHARD_BYTES, save_tensors, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.machine import package_versions
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import MODEL, STATE, prune_checkpoints, step_key
-from infini_model.runtime.storage import MANIFEST, atomic_folder, dump_json, sha256
+from infini_model.runtime.storage import (
+    MANIFEST,
+    atomic_folder,
+    dump_json,
+    named_os_errors,
+    sha256,
+)
 from infini_model.training.distributed import World
-from infini_model.training.parallel import full_tensor, shard_from_rank0
+from infini_model.training.parallel import own_rows, shard_from_rank0
+from infini_model.training.tensor_files import Places, Rows, lay_out, together, write_together
 
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER = "optimizer{suffix}.safetensors"
 GENERATORS = "generators.safetensors"
 SEPARATOR = "/"
+ALONE = World(0, 1, torch.device("cpu"))
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +114,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors of a training at one step, on the CPU; they must not change while in use.
+    """What a rank holds of a training at one step; it must not change while in use.
 
     Attributes:
         config: The model's configuration.
@@ -114,8 +124,8 @@ class Snapshot:
     """
 
     config: ModelConfig
-    parameters: dict[str, Tensor]
-    moments: dict[str, Tensor]
+    parameters: dict[str, Rows]
+    moments: dict[str, Rows]
     generators: dict[str, Tensor]
 
 
@@ -131,12 +141,11 @@ class HostCopy:
 
     def preallocate(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> None:
         """Allocate the buffers in advance, so that the first snapshot does not stall on it."""
-        if self._world.is_main:
-            for name, tensor in _tensors(model, optimizer):
-                self._buffer_for(name, tensor).zero_()
+        for name, tensor in _tensors(model, optimizer):
+            self._buffer_for(name, own_rows(tensor, self._world)[0]).zero_()
 
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
-        """Copy the state of a checkpoint. Call it on all ranks; only rank 0 gets the tensors."""
+        """Copy the state of a checkpoint. Call it on all ranks: each copies what it saves."""
         copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
         names = {file_name(name) for name, _ in model.named_parameters()}
         device, states = self._world.device, {"cpu": torch.get_rng_state()}
@@ -154,19 +163,15 @@ class HostCopy:
             generators=generators,
         )
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy `tensor` to the buffer of `name`; complete once CUDA has been synchronized."""
-        tensor = full_tensor(tensor.detach())
-        if not self._world.is_main:
-            return torch.empty(0)
-        return self._buffer_for(name, tensor).copy_(tensor, non_blocking=True)
+    def _copy(self, name: str, tensor: Tensor) -> Rows:
+        """Copy to the buffer of `name`; complete once CUDA has been synchronized."""
+        own, first = own_rows(tensor.detach(), self._world)
+        copy = self._buffer_for(name, own).copy_(own, non_blocking=True)
+        return Rows(copy, first, tensor.shape)
 
-    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
-        """The buffer for `tensor`; a sharded tensor has the shape of the whole."""
+    def _buffer_for(self, name: str, own: Tensor) -> Tensor:
         if name not in self._buffers:
-            self._buffers[name] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-            )
+            self._buffers[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
         return self._buffers[name]
 
 
@@ -186,29 +191,66 @@ def save_checkpoint(
     keep: int,
     tokens: TokenIds = NO_TOKENS,
     adapter: Adapter | None = None,
+    writers: World = ALONE,
 ) -> Path:
     """Write `checkpoints/step-N`, then delete those that `prune_checkpoints` does not keep.
 
     `tokens` goes into the model's config.json; with LoRA, `adapter` into adapter_config.json.
+    Call it on all `writers`, each of which writes the rows of its snapshot. Only rank 0 needs the
+    run folder; the checkpoint is complete when it returns there.
 
     Raises `UserError` that names the checkpoint if the disk is full or the folder is not writable;
     an existing checkpoint there is kept.
     """
     target = run_dir / step_key(state.step)
-    with atomic_folder(target) as folder:
-        (folder / MODEL).mkdir()
-        if adapter is None:
-            write_files(folder / MODEL, snapshot.config, snapshot.parameters, tokens)
-        else:
-            write_adapter(folder / MODEL, adapter, snapshot.config, snapshot.parameters, tokens)
-        save_tensors(snapshot.moments, folder / OPTIMIZER)
-        save_tensors(snapshot.generators, folder / GENERATORS)
-        state.write(folder)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-        dump_json(folder / MANIFEST, {"sha256": sums})
-    prune_checkpoints(run_dir, keep)
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[str, Places] | None:
+            if not writers.is_main:
+                return None
+            folder = stack.enter_context(atomic_folder(target))
+            with named_os_errors(target):
+                save_tensors(snapshot.generators, folder / GENERATORS)
+                state.write(folder)
+                return str(folder), _lay_out(folder, snapshot, tokens, adapter)
+
+        begun = together(writers, begin)[0]
+        name, places = writers.broadcast(lambda: begun or ("", {}))
+        with named_os_errors(target):
+            rows = snapshot.parameters | snapshot.moments
+            sums = write_together(writers, Path(name), places, rows)
+            if writers.is_main:
+                files = {path for path in Path(name).rglob("*") if path.is_file()}
+                for path in files - {Path(name, file) for file in sums}:
+                    sums[path.relative_to(name).as_posix()] = sha256(path)
+                dump_json(Path(name, MANIFEST), {"sha256": sums})
+    if writers.is_main:
+        prune_checkpoints(run_dir, keep)
     return target
+
+
+def _lay_out(folder: Path, snapshot: Snapshot, tokens: TokenIds, adapter: Adapter | None) -> Places:
+    """Make the files of the tensors, and those that describe the model."""
+    rows, places = snapshot.parameters | snapshot.moments, dict[str, list[tuple[str, int]]]()
+
+    def save(path: Path, names: Mapping[str, str]) -> None:
+        starts = lay_out(path, {theirs: rows[name].like_whole() for theirs, name in names.items()})
+        file = path.relative_to(folder).as_posix()
+        places[file] = [(names[theirs], start) for theirs, start in starts.items()]
+
+    (folder / MODEL).mkdir()
+    if adapter is None:
+        whole = {name: each.like_whole() for name, each in snapshot.parameters.items()}
+        write_files(folder / MODEL, snapshot.config, whole, tokens, save)
+    else:
+        write_adapter(folder / MODEL, adapter, snapshot.config, snapshot.parameters, tokens, save)
+    moments = {name: each.like_whole() for name, each in snapshot.moments.items()}
+    split = split_torch_state_dict_into_shards(
+        moments, filename_pattern=OPTIMIZER, max_shard_size=SHARD_BYTES
+    )
+    for file, names in split.filename_to_tensors.items():
+        save(folder / file, {name: name for name in names})
+    return places
 
 
 class BackgroundWriter:
@@ -244,7 +286,10 @@ class BackgroundWriter:
 
 
 class Checkpointer:
-    """Saves a training. Call all methods on all ranks; rank 0, which has `record`, writes."""
+    """Saves a training. Call all methods on all ranks.
+
+    Rank 0, which has `record`, writes; if the model is sharded, each rank writes what it holds.
+    """
 
     def __init__(
         self,
@@ -258,6 +303,7 @@ class Checkpointer:
         adapter: Adapter | None,
         keep: int,
         saved_step: int | None,
+        is_sharded: bool,
     ) -> None:
         """Keeps the `keep` newest checkpoints; the one of `saved_step` already exists.
 
@@ -267,6 +313,8 @@ class Checkpointer:
         self._world, self._record, self._keep = world, record, keep
         self._saved_step, self._tokens, self._adapter = saved_step, tokens, adapter
         self._copy, self.writer = HostCopy(world), BackgroundWriter()
+        self._writers = world.beside() if is_sharded else ALONE
+        self._writes = is_sharded or world.is_main
 
     def preallocate(self) -> None:
         """Allocate the host buffers in the background, once the optimizer has its moments."""
@@ -282,17 +330,22 @@ class Checkpointer:
         began = time.perf_counter()
         self.writer.wait()
         snapshot = self._copy.take(self._model, self._optimizer)
-        if self._record is not None:
-            self.writer.start(partial(self._write, self._record, snapshot, state))
+        if self._writes:
+            self.writer.start(partial(self._write, snapshot, state))
         self._saved_step = state.step
         return time.perf_counter() - began
 
-    def _write(self, record: MetricsFile, snapshot: Snapshot, state: TrainerState) -> None:
-        record.sync()
-        path = save_checkpoint(
-            self._run_dir, snapshot, state, self._keep, self._tokens, self._adapter
+    def _write(self, snapshot: Snapshot, state: TrainerState) -> None:
+        if self._record is not None:
+            self._record.sync()
+        path = self._save(self._run_dir, snapshot, state, self._keep)
+        if self._record is not None:
+            log.info("Checkpoint saved: %s", path)
+
+    def _save(self, folder: Path, snapshot: Snapshot, state: TrainerState, keep: int) -> Path:
+        return save_checkpoint(
+            folder, snapshot, state, keep, self._tokens, self._adapter, self._writers
         )
-        log.info("Checkpoint saved: %s", path)
 
     def save_to(self, folder: Path, state: TrainerState) -> None:
         """Write a checkpoint to `folder`, outside the run's own; all ranks wait for it.
@@ -301,9 +354,9 @@ class Checkpointer:
         """
         self.writer.wait()
         snapshot = self._copy.take(self._model, self._optimizer)
-        if self._record is not None:
+        if self._writes:
             try:
-                path = save_checkpoint(folder, snapshot, state, 1, self._tokens, self._adapter)
+                path = self._save(folder, snapshot, state, 1)
                 log.error("Checkpoint saved: %s", path)
             except UserError as error:
                 log.error("cannot save the checkpoint: %s", error)  # noqa: TRY400
@@ -319,10 +372,10 @@ def load_optimizer(
 
     Raises `CheckpointError` if the file is missing, broken, or of another model.
     """
-    path = checkpoint / OPTIMIZER
     states: dict[str, dict[str, Tensor]] = {}
     parameters = {file_name(name): each for name, each in model.named_parameters()}
-    for full_name, is_number in world.broadcast(partial(_names, path)).items():
+    for full_name, (file, is_number) in world.broadcast(partial(_names, checkpoint)).items():
+        path = checkpoint / file
         name, _, key = full_name.rpartition(SEPARATOR)
         if name not in parameters:
             raise CheckpointError(f"{path}: the model has no parameter {name}")
@@ -346,11 +399,14 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _names(path: Path) -> dict[str, bool]:
-    """The names of the tensors in a file, and whether each is a single number."""
-    with _opened(path) as file:
-        # safe_open is no mapping.
-        return {name: not file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+def _names(checkpoint: Path) -> dict[str, tuple[str, bool]]:
+    """The names of the moments, the file of each, and whether it is a single number."""
+    found = {}
+    for path in sorted(checkpoint.glob(OPTIMIZER.format(suffix="*"))):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                found[name] = path.name, not file.get_slice(name).get_shape()
+    return found
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:

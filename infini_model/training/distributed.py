@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -41,23 +41,34 @@ TOGETHER: dict[str, set[str]] = {
 class World:
     """The rank of this process, the number of ranks, and its device.
 
-    `gpu` is the physical number of its GPU, if known.
+    `gpu` is the physical number of its GPU, if known, and `local_size` the number of ranks on this
+    machine. `group` connects the ranks; None is the default process group.
     """
 
     rank: int
     size: int
     device: torch.device
     gpu: int | None = None
+    local_size: int = 1
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes checkpoints and metrics."""
         return self.rank == 0
 
+    def beside(self) -> World:
+        """The same ranks, connected on the CPU for a thread beside the training.
+
+        Call it on all ranks. They wait for each other without limit: the launcher ends a hang.
+        """
+        group = dist.new_group(timeout=timedelta(days=365), backend="gloo")
+        return replace(self, device=torch.device("cpu"), group=group)
+
     def sum(self, values: Tensor) -> Tensor:
         """`values` summed over all ranks, in place; the same bits on every rank."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
@@ -65,7 +76,7 @@ class World:
         if self.size == 1:
             return values.unsqueeze(0)
         everyone = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(everyone, values)
+        dist.all_gather(everyone, values, group=self.group)
         return torch.stack(everyone)
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -99,13 +110,24 @@ class World:
             return read()
         is_source = self.rank == source
         shared = (read() if is_source else torch.empty_like(like)).to(self.device)
-        dist.broadcast(shared, src=source)
+        dist.broadcast(shared, src=source, group=self.group)
         return shared
+
+    def send_to_main(self, values: Tensor, source: int) -> Tensor:
+        """The `values` of rank `source`, on rank 0, which has those of its shape and dtype.
+
+        Call it on these two ranks only.
+        """
+        if self.is_main:
+            dist.recv(values, source, group=self.group)
+        else:
+            dist.send(values, 0, group=self.group)
+        return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def _as_tensor(content: bytes) -> Tensor:
@@ -215,13 +237,14 @@ def join_world(launch: LaunchConfig) -> Iterator[World]:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(launch.gpus, local_rank)
-    world = World(rank, size, device, physical_gpu(local_rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world = World(rank, size, device, physical_gpu(local_rank), local_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
         yield world
         return
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+    if local_size == size:
         # A single machine: other machines cannot connect, and no host name needs to resolve.
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

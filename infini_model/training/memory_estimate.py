@@ -159,17 +159,26 @@ def _parameters_of(config: Config) -> _Parameters:
     return _parameters(config.model, config.training.lora, config.training.optimizer)
 
 
-def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEstimate:
+def estimate_memory(
+    config: Config,
+    processes: int,
+    device: Device,
+    local: int | None = None,
+    recomputed: int | None = None,
+) -> MemoryEstimate:
     """What one of `processes` processes needs in a step of the training that `config` describes.
 
     `config.model` is that of the model itself, its vocabulary included (see
-    `infini_model.training.model_shape`). What Python, libraries, the CUDA context and fragmentation
-    take comes on top.
+    `infini_model.training.model_shape`). `local` is the number of processes on a machine, None for
+    all of them, and `recomputed` that of the layers that are recomputed, None as `config` says.
+    What Python, libraries, the CUDA context and fragmentation take comes on top.
     """
     parameters = _parameters_of(config)
-    shards = processes if config.launch.strategy == "fsdp" else 1
+    shards = _shards(config, processes, local or processes)
     gradients, moments = sum(parameters.trained) // shards, sum(parameters.moments) // shards
-    taken = _activations(config, parameters, device)
+    if recomputed is None:
+        recomputed = layers_to_recompute(config)[0]
+    taken = _activations(config, parameters, device, recomputed, is_sharded=shards > 1)
     if shards > 1:
         # Two layers and all that is outside them, of which half has a gradient to be reduced.
         taken += 2 * parameters.layer + 3 * parameters.root // 2
@@ -179,7 +188,22 @@ def estimate_memory(config: Config, processes: int, device: Device) -> MemoryEst
     return MemoryEstimate(parameters.all // shards, gradients, moments, taken)
 
 
-def _activations(config: Config, parameters: _Parameters, device: Device) -> int:
+def _shards(config: Config, processes: int, local: int) -> int:
+    """The processes among which model and optimizer are divided."""
+    return {"ddp": 1, "fsdp": processes, "hsdp": local}[config.launch.strategy]
+
+
+def layers_to_recompute(config: Config) -> Sequence[int]:
+    """The numbers of layers that may be recomputed: one if it is set, else all, none first."""
+    setting, layers = config.launch.gradient_checkpointing, config.model.num_hidden_layers
+    if setting == "auto":
+        return range(layers + 1)
+    return [layers if setting is True else min(setting, layers)]
+
+
+def _activations(
+    config: Config, parameters: _Parameters, device: Device, recomputed: int, *, is_sharded: bool
+) -> int:
     """Bytes that a micro-batch takes when the loss is computed.
 
     A layer keeps of each token the input of each norm in float32; in the dtype of products what the
@@ -212,34 +236,41 @@ def _activations(config: Config, parameters: _Parameters, device: Device) -> int
         # Autograd keeps the features in float32, and what they read and write.
         read, written = 4 * rows * model.num_attention_heads, 3 * tokens * model.key_value_heads
         kept += FLOAT * head * (read + written)
-    if products == HALF and training.lora is None:
-        kept += parameters.layer // 2  # its weights in 16 bits
-    if config.launch.gradient_checkpointing:
-        kept += layers * rows * hidden * FLOAT  # the inputs of all layers, and one layer
-    else:
-        kept *= layers
+    if products == HALF and training.lora is None and not is_sharded:
+        kept += parameters.layer // 2  # its weights in 16 bits, which FSDP gathers again
+    # The first layers are recomputed one by one, when the backward pass is through the others.
+    kept = max(1, layers - recomputed) * kept + recomputed * rows * hidden * FLOAT
     logits = min(tokens * (model.vocab_size or 0), LOGITS_AT_ONCE)
     return kept + logits * (FLOAT + FLOAT - products) + 2 * tokens * hidden * FLOAT
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a training needs on a machine; `copy` is what rank 0 copies for a checkpoint."""
+    """What a training needs on a machine.
+
+    Attributes:
+        process: What a process needs.
+        copy: Bytes of main memory for the copies from which checkpoints are written.
+        machine: The machine.
+        recomputed: Layers that are recomputed in the backward pass; where that is `auto`, as few as
+            fit.
+    """
 
     process: MemoryEstimate
     copy: int
     machine: Machine
+    recomputed: int
 
     @classmethod
     def of(cls, config: Config, machine: Machine) -> Need:
         """The need of a training whose `config.model` is that of the model itself."""
-        process = estimate_memory(config, machine.processes, machine.device)
-        parameters = _parameters_of(config)
-        copied = [*parameters.trained, *parameters.moments]
-        if machine.device == "cuda":
-            # The copy is page-locked, and PyTorch rounds each of its tensors up to a power of two.
-            copied = [1 << (size - 1).bit_length() for size in copied]
-        return cls(process, sum(copied) * machine.is_first, machine)
+        copy, sizes = _copied(config, machine), (machine.processes, machine.device, machine.local)
+        for recomputed in layers_to_recompute(config):
+            process = estimate_memory(config, *sizes, recomputed)
+            need = cls(process, copy, machine, recomputed)
+            if not need.shortage(KEPT):
+                break
+        return need
 
     @property
     def main(self) -> int:
@@ -264,6 +295,22 @@ class Need:
     def __str__(self) -> str:
         """The need of a process with its parts, and the main memory."""
         return f"{self.process} a process; {gib(self.main)} GiB of main memory"
+
+
+def _copied(config: Config, machine: Machine) -> int:
+    """Bytes of main memory that the processes of a machine copy for a checkpoint.
+
+    Each copies its shard, with hsdp on the first machine only, where rank 0 has the whole model at
+    the start; without shards rank 0 copies all.
+    """
+    parameters, strategy = _parameters_of(config), config.launch.strategy
+    shards = _shards(config, machine.processes, machine.local)
+    copied = [-(-size // shards) for size in (*parameters.trained, *parameters.moments)]
+    if machine.device == "cuda":
+        # The copy is page-locked, and PyTorch rounds each of its tensors up to a power of two.
+        copied = [1 << (size - 1).bit_length() for size in copied]
+    copies = machine.local if strategy == "fsdp" else min(shards, machine.local) * machine.is_first
+    return max(copies * sum(copied), parameters.all * (shards > 1 and machine.is_first))
 
 
 def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = False) -> Need:
@@ -317,7 +364,9 @@ def advice(config: Config, machine: Machine, *, is_pretrained: bool = False) -> 
 def _changes(config: Config, machine: Machine) -> Iterator[dict[str, dict[str, Any]]]:
     """Settings of the same training that need less, those that cost least first."""
     shards = {"strategy": "fsdp"} if machine.processes > 1 else {}
-    recomputes = {} if config.launch.gradient_checkpointing else {"gradient_checkpointing": True}
+    recomputes = {}
+    if config.launch.gradient_checkpointing not in (True, "auto"):
+        recomputes = {"gradient_checkpointing": True}
     batch, steps = config.training.batch_size, config.training.gradient_accumulation_steps
     small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
     for divisor in sorted({*small, *(batch // n for n in small)}):

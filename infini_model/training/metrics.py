@@ -27,7 +27,7 @@ from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import step_key
 from infini_model.training.callbacks import Callback, Evaluation, Status, Step
 from infini_model.training.launch.devices import list_gpus
-from infini_model.training.memory_estimate import estimate_memory
+from infini_model.training.memory_estimate import Device, estimate_memory
 from infini_model.training.setup import TrainingSetup
 from infini_model.training.validation import loss_by_segment
 
@@ -335,7 +335,7 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     """What is trained, where, from which weights, and how long."""
     config, world, plan, start = setup.config, setup.world, setup.plan, setup.start
     total, windows = config.training.total_steps, len(setup.windows("train"))
-    sources = setup.windows("train").sources
+    sources, layers = setup.windows("train").sources, config.model.num_hidden_layers
     positions = plan.global_batch * config.packing.context_length
     growth = []
     if (schedule := config.packing.context_schedule) is not None:
@@ -352,7 +352,8 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     parameters = f"{count:,}"
     if config.training.lora is not None:
         parameters += f", of which {trained:,} are trained ({trained / count:.2%})"
-    memory = estimate_memory(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    memory = estimate_memory(config, world.size, device, world.local_size)
     origin = f"Seed: {config.run.seed}"
     if start is not None and start.origin is not None and start.origin.step == start.step:
         origin = f"Branch of: {config.training.branch_of}, from step {start.step}"
@@ -376,6 +377,7 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
         *coverage.describe(config.model.memory),
         f"Model parameters: {parameters}",
         f"Memory per process, estimated: {memory}",
+        f"Recomputed layers: {config.launch.gradient_checkpointing} of {layers}",
         f"Vocabulary size: {config.model.vocab_size}",
         origin,
         f"Steps: {0 if start is None else start.step} of {total} done",

@@ -5,7 +5,8 @@ number of targets of all ranks. So the training scales each rank's sum by ranks 
 
 Under FSDP each rank holds a shard of every parameter, gradient and moment. A layer is gathered from
 all ranks just before it computes and freed right after (Zhao et al., arXiv 2304.11277;
-`torch.distributed.fsdp.fully_shard`). Only rank 0 ever holds the whole model, in host memory; the
+`torch.distributed.fsdp.fully_shard`). With hsdp, the ranks of each machine hold all shards among
+them, and only gradients pass between machines. Rank 0 alone holds the whole model at the start; the
 other ranks start from shapes and receive their shards tensor by tensor. FSDP2 is imported where it
 is used: the import takes most of a second.
 """
@@ -16,6 +17,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,12 +30,16 @@ from infini_model.data.loading.windows import Batch
 from infini_model.model.kernels.attention import can_be_compiled, describe_backend, resolve_backend
 from infini_model.model.kernels.compile import resolve_compile
 from infini_model.model.llama import InfiniLlama
+from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives.objective import Inputs, LossModule, Objective
 from infini_model.objectives.scoring import Scorer
+from infini_model.runtime.errors import ConfigError
 from infini_model.training.distributed import World
+from infini_model.training.memory_estimate import layers_to_recompute
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -160,6 +166,7 @@ def build_module(
     device = torch.device("cpu") if sharded else world.device
     backend = config.launch.attention_backend
     torch.manual_seed(config.run.seed)
+    precision = resolve_precision(config.training.precision, world.device)
     if not world.is_main:
         with torch.device("meta"):
             model = InfiniLlama(config.model, attention_backend=backend, lora=lora)
@@ -178,22 +185,35 @@ def build_module(
             adapter=adapter,
             **config.model.model_dump(),
         )
-    module = shard_model(model, objective, world) if sharded else LossModule(model, objective)
-    module.model.model.gradient_checkpointing = config.launch.gradient_checkpointing
+    if sharded:
+        strategy, dtype = config.launch.strategy, precision.matmul_dtype
+        module = shard_model(model, objective, world, strategy, dtype)
+    else:
+        module = LossModule(model, objective)
+    module.model.model.recomputed_layers = layers_to_recompute(config)[0]
     return module
 
 
 def is_sharded(launch: LaunchConfig, world: World) -> bool:
     """Whether the model is sharded; a single rank holds all of it."""
-    return launch.strategy == "fsdp" and world.size > 1
+    return launch.strategy != "ddp" and world.size > 1
 
 
-def shard_model(model: InfiniLlama, objective: Objective, world: World) -> LossModule:
-    """A copy of `model`, with its loss, sharded over all ranks, one group a layer.
+def shard_model(
+    model: InfiniLlama,
+    objective: Objective,
+    world: World,
+    strategy: str = "fsdp",
+    dtype: torch.dtype | None = None,
+) -> LossModule:
+    """A copy of `model`, with its loss, sharded over all ranks, or with hsdp over each machine's.
 
-    Call it on all ranks. `model` has weights on rank 0, on the CPU; it is on `meta` elsewhere.
+    Call it on all ranks. `model` has weights on rank 0, on the CPU; it is on `meta` elsewhere. The
+    matrices of a layer are gathered in `dtype`, to which autocast would cast them: half the bytes
+    for the same bits. Everything else is gathered in float32, once a pass.
+
+    Raises `ConfigError` if with hsdp not every machine has as many ranks as the others.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
@@ -201,11 +221,18 @@ def shard_model(model: InfiniLlama, objective: Objective, world: World) -> LossM
             model.config, attention_backend=model.attention_backend, lora=model.lora
         )
     module = LossModule(sharded, objective)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = _mesh(world, strategy)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    matrices = {
+        parameter
+        for name, parameter in sharded.model.layers.named_parameters()
+        if parameter.ndim > 1 and not name.endswith(MEMORY_PARAMETERS)
+    }
+    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=matrices)
+    policy = replace(policy, param_dtype=dtype)
     for layer in sharded.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+        others = {*layer.parameters()} - matrices
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=others)
     weights = dict(model.named_parameters())
     sharded.assign(
         {
@@ -214,6 +241,23 @@ def shard_model(model: InfiniLlama, objective: Objective, world: World) -> LossM
         }
     )
     return module
+
+
+def _mesh(world: World, strategy: str) -> DeviceMesh:
+    """All ranks in a line; with hsdp and several machines, those of a machine in a row."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device, local = world.device.type, world.local_size
+    if strategy == "fsdp" or local == world.size:
+        return init_device_mesh(device, (world.size,))
+    counts = world.all_gather(torch.tensor([local], device=world.device)).flatten().tolist()
+    if {*counts} != {local}:
+        raise ConfigError(
+            "launch.strategy: hsdp needs the same number of processes on every machine, not "
+            f"{min(counts)} and {max(counts)}; set fsdp"
+        )
+    shape = world.size // local, local
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_from_rank0(read: Callable[[], Tensor], like: Tensor, world: World) -> Tensor:
@@ -244,6 +288,21 @@ def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
     like = cast("DTensor", like)
     shard = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return shard.to_local()
+
+
+def own_rows(tensor: Tensor, world: World) -> tuple[Tensor, int]:
+    """Return the rows that this rank saves of a tensor, and which the first of them is.
+
+    They are those of its shard, or all on rank 0; none if another rank has the same.
+    """
+    if not _is_dtensor(tensor):
+        return (tensor if world.is_main else tensor.new_empty(0)), 0
+    tensor = cast("DTensor", tensor)
+    own, mesh, rows = tensor.to_local(), tensor.device_mesh, tensor.shape[0]
+    *replica, shard = mesh.get_coordinate() or ()
+    # As torch.chunk divides them.
+    first = min(rows, shard * -(-rows // mesh.size(mesh.ndim - 1)))
+    return (own[:0] if any(replica) else own), first
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

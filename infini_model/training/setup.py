@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,7 +58,7 @@ from infini_model.training.launch.recovery import BatchPlan, Recovery, read_reco
 from infini_model.training.memory_estimate import Machine, check_memory
 from infini_model.training.model_shape import check_kernels, with_objective, with_vocabulary
 from infini_model.training.optimizer import LossScaler, make_optimizer
-from infini_model.training.parallel import TrainModule, build_module
+from infini_model.training.parallel import TrainModule, build_module, is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -162,9 +161,12 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         tokenizer = load_dataset_tokenizer(dataset_dir)
         check_tokenizer(weights.public_name, weights.tokenizer, tokenizer, str(dataset_dir))
     check_kernels(config.model, world.device.type, compiled=config.launch.compile)
-    if world.is_main:
+
+    def find_recomputed() -> int:
         is_pretrained = weights is not None
-        check_memory(config, machine_of(world), is_pretrained=is_pretrained)
+        return check_memory(config, machine_of(world), is_pretrained=is_pretrained).recomputed
+
+    config = config.updated(launch={"gradient_checkpointing": world.broadcast(find_recomputed)})
     checkpoint = None if start is None else run_dir / step_key(start.step)
     module, optimizer = _model_and_optimizer(config, checkpoint, weights, world)
     train_module = TrainModule(module, config, world)
@@ -206,6 +208,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         adapter=Adapter(lora, weights.public_name, weights.commit) if lora and weights else None,
         keep=config.checkpoint.save_total_limit,
         saved_step=saved_step,
+        is_sharded=is_sharded(config.launch, world),
     )
     return TrainingSetup(
         config=config,
@@ -331,7 +334,7 @@ def machine_of(world: World) -> Machine:
     return Machine(
         device="cuda" if is_cuda else "cpu",
         processes=world.size,
-        local=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local=world.local_size,
         is_first=world.is_main,
         gpu_bytes=torch.cuda.mem_get_info(world.device)[1] if is_cuda else 0,
         main_bytes=available_memory(),

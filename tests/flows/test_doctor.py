@@ -119,7 +119,7 @@ def test_memory_is_told_with_what_would_fit(
     assert fits.remedy == ""
     whole = found("launch.strategy=ddp", gpus=8)
     assert "a training process needs about 1" in whole.found
-    assert whole.remedy == "launch.strategy=fsdp would need 47 GiB a process"
+    assert whole.remedy == "launch.strategy=fsdp would need 46 GiB a process"
     unknown = found("model={initial_weights: team/llama, segment_length: 2048}", preset="uptrain")
     assert "not known before the weights team/llama have been read" in unknown.found
     assert not any(tmp_path.iterdir())  # nothing is created

@@ -24,38 +24,44 @@ def trainers(run_dir):
     ]
 
 
-def _start(rank, count, port, environment, work, *args):
+def _start(rank, count, machines, port, environment, work, *args):
     """Run `work` as one of `count` ranks, as if started by torchrun."""
     torch.set_num_threads(1)
     os.environ |= environment | {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % (count // machines)),
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count // machines),
+        "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     work(*args)
 
 
-def start_ranks(count, work, *args):
+def start_ranks(count, work, *args, machines=1):
     """Start `work` on `count` ranks in new processes: gloo may crash in a process's second group.
 
     They fork from a server that has imported torch and the trainer once. Returns their context,
     whose `join` raises what a rank has raised.
     """
     torch.multiprocessing.set_forkserver_preload(PRELOADED)
-    arguments = (count, free_port(), dict(os.environ), work, *args)
+    arguments = (count, machines, free_port(), dict(os.environ), work, *args)
     return torch.multiprocessing.start_processes(
         _start, arguments, nprocs=count, join=False, daemon=True, start_method="forkserver"
     )
 
 
-def on_two_ranks(work, *args):
-    """Run `work` on two ranks; raise here what one of them raises."""
-    ranks = start_ranks(2, work, *args)
+def on_ranks(count, work, *args, machines=1):
+    """Run `work` on ranks, as if on several machines; raise here what one of them raises."""
+    ranks = start_ranks(count, work, *args, machines=machines)
     while not ranks.join():
         pass
+
+
+def on_two_ranks(work, *args):
+    """As `on_ranks`, with two of them."""
+    on_ranks(2, work, *args)
 
 
 def train_traced(*arguments):

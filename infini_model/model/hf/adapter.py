@@ -7,7 +7,7 @@ parameters, for which `peft` has no place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infini_model.config import LoraConfig, ModelConfig
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, TokenIds, config_json, read_json
-from infini_model.model.hf.weights import MEMORY_TENSORS, read_file, save_tensors
+from infini_model.model.hf.weights import MEMORY_TENSORS, Save, read_file
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import dump_json
@@ -56,22 +56,24 @@ def write_adapter(
     folder: Path,
     adapter: Adapter,
     config: ModelConfig,
-    tensors: Mapping[str, Tensor],
+    names: Iterable[str],
     tokens: TokenIds,
+    save: Save,
 ) -> None:
     """Write the files of an adapter to a temporary folder. Raises `OSError`.
 
-    `tensors` are the trained parameters by name, without the output layer if it is tied.
+    `names` are those of the trained parameters, without the output layer if it is tied; `save`
+    writes those of a file.
     """
-    stored = {file_name(name): tensor for name, tensor in tensors.items()}
-    memory = {name: tensor for name, tensor in stored.items() if name.endswith(MEMORY_TENSORS)}
-    own = {_PREFIX + name: tensor for name, tensor in stored.items() if name not in memory}
+    stored = {file_name(name): name for name in names}
+    memory = {name: ours for name, ours in stored.items() if name.endswith(MEMORY_TENSORS)}
+    own = {_PREFIX + name: ours for name, ours in stored.items() if name not in memory}
     if config.tie_word_embeddings and _EMBEDDING in own:
         # peft ties the two, but wants both.
-        own[_OUTPUT] = own[_EMBEDDING].clone()
-    save_tensors(own, folder / ADAPTER)
+        own[_OUTPUT] = own[_EMBEDDING]
+    save(folder / ADAPTER, own)
     if memory:
-        save_tensors(memory, folder / MEMORY)
+        save(folder / MEMORY, memory)
     embeddings = {"embed_tokens", "lm_head"} & {*adapter.lora.modules_to_save}
     tree = {
         **_FIXED,

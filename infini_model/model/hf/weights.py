@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from infini_model.model.memory.rule import SHIFTS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.storage import dump_json
 
+# Writes a file: of its tensors, by their names there, the names that they have in the model.
+Save = Callable[[Path, Mapping[str, str]], None]
 # The largest file of weights: more tensors are written as shards with an index.
 SHARD_BYTES = 5 * 10**9
 MEMORY_TENSORS = tuple(f"self_attn.{name}" for name in MEMORY_PARAMETERS)
@@ -235,19 +237,28 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def write_files(
-    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], tokens: TokenIds = NO_TOKENS
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokens: TokenIds = NO_TOKENS,
+    save: Save | None = None,
 ) -> None:
     """Write the files of a model to a temporary folder.
 
     `tensors` are the parameters by name, on any device, without the output layer if it is tied.
-    Raises `OSError` if the disk is full, or the folder cannot be written.
+    `save` writes those of a file, which by default are here, not on `meta`. Raises `OSError` if the
+    disk is full, or the folder cannot be written.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    stored = {_stored_name(name, model_type(config)): each for name, each in tensors.items()}
+    ours = {_stored_name(name, model_type(config)): name for name in tensors}
+    stored = {theirs: tensors[name] for theirs, name in ours.items()}
     shards = split_torch_state_dict_into_shards(stored, max_shard_size=SHARD_BYTES)
     for file, names in shards.filename_to_tensors.items():
-        save_tensors({name: stored[name].contiguous() for name in names}, folder / file)
+        if save is not None:
+            save(folder / file, {name: ours[name] for name in names})
+        else:
+            save_tensors({name: stored[name].contiguous() for name in names}, folder / file)
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         dump_json(folder / INDEX, index)

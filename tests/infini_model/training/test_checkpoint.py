@@ -5,7 +5,9 @@ was killed at any moment: `test_strikes.py`.
 """
 
 import logging
+import os
 import resource
+import shutil
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -14,9 +16,11 @@ import pytest
 import torch
 from commands import PATIENCE, eventually
 from curves import repeatable, weights
-from trainings import PRELOADED
+from safetensors.torch import load_file
+from trainings import PRELOADED, on_ranks, on_two_ranks
 
 from infini_model.config import ModelConfig, TrainingConfig
+from infini_model.model.hf import weights as weights_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
@@ -27,6 +31,7 @@ from infini_model.runtime.runs import (
     prune_checkpoints,
     verify_checkpoint,
 )
+from infini_model.training import checkpoint
 from infini_model.training.callbacks import Callback
 from infini_model.training.checkpoint import (
     BackgroundWriter,
@@ -35,9 +40,10 @@ from infini_model.training.checkpoint import (
     load_generators,
     save_checkpoint,
 )
-from infini_model.training.distributed import World
+from infini_model.training.distributed import World, join_world
 from infini_model.training.export import opens_in_transformers
 from infini_model.training.optimizer import make_optimizer
+from infini_model.training.setup import build_setup
 from infini_model.training.train import train
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -155,8 +161,8 @@ def test_a_snapshot_does_not_change_with_the_training(trained):
     optimizer.step()
     assert snapshot.parameters.keys() == before.keys()
     for name, value in before.items():
-        assert torch.equal(snapshot.parameters[name], value)
-        assert snapshot.moments[f"{name}/step"].item() == 2.0
+        assert torch.equal(snapshot.parameters[name].values, value)
+        assert snapshot.moments[f"{name}/step"].values.item() == 2.0
 
 
 class Fill(Callback):
@@ -189,3 +195,54 @@ def test_a_full_disk_names_the_checkpoint_and_the_previous_one_resumes_to_the_sa
     train(make_config(), dataset, run_dir)
     assert repeatable(run_dir) == repeatable(tmp_path / "whole")
     assert weights(run_dir) == weights(tmp_path / "whole")
+
+
+def save_again(config, dataset, run_dir, target, folders, shard_bytes=None):
+    """Read the newest checkpoint and save it again to `target`; the ranks work in `folders`."""
+    os.chdir(folders[int(os.environ["RANK"]) % len(folders)])
+    if shard_bytes is not None:
+        weights_files.SHARD_BYTES = checkpoint.SHARD_BYTES = shard_bytes
+    with join_world(config.launch) as world:
+        setup = build_setup(config, dataset, run_dir, world)
+        setup.checkpointer.save_to(target, setup.start)
+        setup.checkpointer.writer.close()
+        setup.loader.close()
+        setup.train_module.close()
+
+
+def test_sharded_checkpoints_are_whole_files_for_any_number_of_ranks(
+    dataset, make_config, tmp_path
+):
+    def config(batch_size):
+        return make_config(
+            launch={"strategy": "fsdp"},
+            # Rows that two and three ranks cannot divide evenly.
+            model={**make_config().model.model_dump(), "intermediate_size": 35},
+            training={
+                **make_config().training.model_dump(),
+                "max_steps": 2,
+                "batch_size": batch_size,
+            },
+        )
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    run_dir, pieces, again = here / "run", here / "pieces", Path("again")
+    on_two_ranks(train, config(6), dataset, run_dir)
+    (saved,) = (run_dir / "checkpoints").glob("step-2")
+    names = ["model/model.safetensors", "optimizer.safetensors"]
+    expected = [(saved / name).read_bytes() for name in names]
+    optimizer = load_file(saved / "optimizer.safetensors")
+    assert optimizer["model.layers.0.mlp.gate_proj.weight/exp_avg"].shape == (35, 32)
+
+    # Files of a few tensors each, as of a large model.
+    arguments = (dataset, run_dir, pieces, [here])
+    on_two_ranks(save_again, config(6), *arguments, 20_000)
+    verify_checkpoint(pieces / "checkpoints/step-2")
+    assert len([*pieces.rglob("optimizer-*.safetensors")]) > 3
+    for count, folders in ((1, [here]), (2, [here, there]), (3, [here]), (3, [here, there, there])):
+        on_ranks(count, save_again, config(12 // count), dataset, pieces, again, folders)
+        found = here / again / "checkpoints/step-2"
+        assert [(found / name).read_bytes() for name in names] == expected, (count, folders)
+        assert not (there / again).exists()
+        shutil.rmtree(here / again)

@@ -62,7 +62,7 @@ def test_what_is_certain_not_to_fit_is_refused_with_settings_that_would() -> Non
     ):
         check_memory(config, ONE)
     unsharded = known("production", "launch.strategy=ddp")
-    remedy = r"; launch.strategy=fsdp would need 47 GiB a process;.*launch\.force=true"
+    remedy = r"; launch.strategy=fsdp would need 46 GiB a process;.*launch\.force=true"
     with pytest.raises(ConfigError, match=remedy):
         check_memory(unsharded, EIGHT)
     check_memory(applied(unsharded, "launch.force=true"), EIGHT)
@@ -91,7 +91,7 @@ def test_what_may_not_fit_is_a_warning_and_its_advice_keeps_the_global_batch(
         (["training.batch_size=6", "launch.processes=2"], replace(DESKTOP, processes=2, local=2)),
         (["training.batch_size=6", "model.num_hidden_layers=30"], DESKTOP),
     ):
-        config = known("arxiv", *shape, *overrides)
+        config = known("arxiv", *shape, *overrides, "launch.gradient_checkpointing=false")
         caplog.clear()
         with caplog.at_level(logging.WARNING, "infini_model"):
             check_memory(config, machine)
@@ -106,6 +106,42 @@ def test_what_may_not_fit_is_a_warning_and_its_advice_keeps_the_global_batch(
             for each in (config, better)
         )
         assert now == then
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_as_few_layers_are_recomputed_as_fit(share: float) -> None:
+    def need(setting: object) -> Need:
+        machine = replace(ONE, gpu_bytes=int(share * whole.total))
+        return Need.of(config.updated(launch={"gradient_checkpointing": setting}), machine)
+
+    config = known("one-gpu", "model.num_hidden_layers=24", "training.batch_size=16")
+    whole = estimate_memory(config, 1, "cuda")
+    found = need("auto")
+    assert 0 < found.recomputed <= 24
+    assert need(found.recomputed) == found
+    assert not found.shortage(KEPT)
+    assert need(found.recomputed - 1).shortage(KEPT)
+    assert Need.of(config, ONE).recomputed == need(False).recomputed == 0
+    assert need(True).recomputed == need(99).recomputed == 24
+
+
+def test_each_process_copies_its_shard_for_a_checkpoint() -> None:
+    config = known("production", "launch.gradient_checkpointing=true")
+    copies = {
+        (strategy, is_first): Need.of(
+            config.updated(launch={"strategy": strategy}),
+            replace(EIGHT, processes=32, is_first=is_first),
+        ).copy
+        for strategy in ("ddp", "fsdp", "hsdp")
+        for is_first in (True, False)
+    }
+    whole = 12 * 8e9
+    assert copies["ddp", False] == copies["hsdp", False] == 0
+    assert whole < copies["ddp", True] < 1.2 * whole
+    assert whole < copies["hsdp", True] < 1.2 * whole
+    assert whole / 4 < copies["fsdp", False] < 1.2 * whole / 4
+    # Rank 0 draws the weights.
+    assert copies["fsdp", True] == pytest.approx(whole / 3, rel=0.02)
 
 
 def test_lora_is_named_where_pretrained_weights_are_trained_whole() -> None:

@@ -4,16 +4,20 @@ Stopped and killed at any moment, on one rank and on two: `test_strikes.py`. On 
 `test_training_on_a_gpu.py`.
 """
 
+import json
+import os
 import shutil
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from curves import curve, repeatable, weights
 from llamas import from_weights, recorded, write_llama
-from trainings import cut_off, on_two_ranks, train_traced
+from trainings import cut_off, on_ranks, on_two_ranks, train_traced
 
 from infini_model.config import merge
 from infini_model.runtime.runs import newest_checkpoint
+from infini_model.training import parallel
 from infini_model.training.checkpoint import read_state
 from infini_model.training.train import train
 
@@ -208,3 +212,57 @@ def test_compiled_layers_train_as_plain_ones_and_resume_to_the_same_bits(begin, 
         divided = config(strategy, batch_size=2, recomputed=recomputed)
         on_two_ranks(train_traced, divided, dataset, pair)
         expect_same_curves(pair, plain, 5e-5)
+
+
+def train_counting(gather_whole, config, dataset, run_dir):
+    """Train, perhaps with matrices gathered in float32; note the bytes that are gathered."""
+    gathered, gather = [], torch.distributed.all_gather_single
+
+    def counted(output, *args, **named):
+        gathered.append(output.nbytes)
+        return gather(output, *args, **named)
+
+    torch.distributed.all_gather_single = counted
+    if gather_whole:
+        shard = parallel.shard_model
+        parallel.shard_model = lambda *args: shard(*args[:-1], None)
+    train(config, dataset, run_dir)
+    if os.environ["RANK"] == "0":
+        (run_dir / "gathered").write_text(json.dumps(gathered))
+
+
+@pytest.mark.parametrize(("precision", "model"), [("bf16", HEADS), ("fp16", OLMO2)])
+def test_matrices_gathered_in_16_bits_give_the_same_bits(
+    precision, model, begin, dataset, tmp_path
+):
+    training = {"precision": precision, "max_steps": 2}
+    kind = Kind("fsdp", {"training": training, "model": model, "evaluation": {"max_windows": 2}})
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    config, _ = begin(kind, 2)
+    on_two_ranks(train_counting, False, config, dataset, half)
+    on_two_ranks(train_counting, True, config, dataset, whole)
+    expect_same_bits(half, whole)
+    pairs = zip(
+        *(json.loads((each / "gathered").read_text()) for each in (half, whole)), strict=True
+    )
+    # The layers' matrices, and everything else.
+    assert {large / small for small, large in pairs} == {2.0, 1.0}
+
+
+@pytest.mark.story
+def test_shards_of_each_machine_train_as_shards_of_all_and_resume_to_the_same_bits(
+    begin, dataset, tmp_path
+):
+    config, _ = begin(Kind("ddp", {}), 8)
+    whole = tmp_path / "whole"
+    train(config, dataset, whole)
+    config, _ = begin(Kind("hsdp", {}), 2)
+    four = tmp_path / "four"
+    on_ranks(4, train, config, dataset, four, machines=2)
+    expect_same_curves(four, whole, 5e-5)
+    parts = cut_off(four, 4, tmp_path / "parts")
+    on_ranks(4, train, config, dataset, parts, machines=2)
+    expect_same_bits(parts, four)
+    alone = cut_off(four, 2, tmp_path / "alone")
+    train(begin(Kind("hsdp", {}), 8)[0], dataset, alone)
+    expect_same_curves(alone, whole, 5e-5)

@@ -73,9 +73,9 @@ def change_of(event, arguments, run_dir):
 
 
 def rank_of_a_training(config, dataset, run_dir, strike, changes_made):
-    """Train as one rank, which may be struck; rank 0 writes which changes it has made."""
-    changes = []
-    is_target = strike is not None and strike.rank == int(os.environ["RANK"])
+    """Train as one rank, which may be struck, and write which changes it has made."""
+    changes, rank = [], os.environ["RANK"]
+    is_target = strike is not None and strike.rank == int(rank)
 
     def before_a_change(event, arguments):
         if (change := change_of(event, arguments, run_dir)) is not None:
@@ -86,8 +86,7 @@ def rank_of_a_training(config, dataset, run_dir, strike, changes_made):
     sys.addaudithook(before_a_change)
     stops = is_target and strike.step is not None
     train(config, dataset, run_dir, [StopAfter(strike.step, strike.number)] if stops else [])
-    if os.environ["RANK"] == "0":
-        changes_made.write_text(json.dumps(changes))
+    changes_made.with_suffix(f".{rank}").write_text(json.dumps(changes))
 
 
 class Training:
@@ -99,7 +98,8 @@ class Training:
         self._changes_made = folder / "changes"
         whole = folder / "whole"
         self._run(whole)
-        self.changes = json.loads(self._changes_made.read_text())
+        made = [self._changes_made.with_suffix(f".{rank}") for rank in range(self._count)]
+        self.changes = [json.loads(path.read_text()) for path in made]
         self._expected = self._outcome(whole)
 
     def strikes(self):
@@ -111,9 +111,12 @@ class Training:
         for step in range(STEPS + 1):
             yield Strike(signal.SIGKILL, step % self._count, step=step)
             yield Strike(signal.SIGTERM, (step + 1) % self._count, step=step)
-        for name, number in {each: n for n, each in enumerate(self.changes, start=1)}.items():
-            if self._count == 1 or (self._config.launch.strategy == "fsdp" and "step-N" in name):
-                yield Strike(signal.SIGKILL, rank=0, change=number)
+        for rank, changes in enumerate(self.changes):
+            for name, number in {each: n for n, each in enumerate(changes, start=1)}.items():
+                if self._count == 1 or (
+                    self._config.launch.strategy == "fsdp" and "step-N" in name
+                ):
+                    yield Strike(signal.SIGKILL, rank=rank, change=number)
 
     def _run(self, run_dir, strike=None):
         """Train until all ranks have ended, or the one that is struck has been killed."""
@@ -160,6 +163,7 @@ def test_a_rank_struck_after_any_step_or_before_any_change_of_a_file(
 ):
     training = Training(kind, make_config(**merge(SHORT, KINDS[kind])), dataset, tmp_path)
     # Two checkpoints, the removal of the first one, and the export, each in several files.
-    assert len(training.changes) > 25
+    assert len(training.changes[0]) > 25
+    assert kind != "two sharded ranks" or len(training.changes[1]) == 4
     for strike in training.strikes():
         training.survives(strike)

@@ -177,25 +177,6 @@ def deferred_signals(*, deliver: bool = True) -> Iterator[list[int]]:
             raise SystemExit(128 + received[0])
 
 
-@contextlib.contextmanager
-def _spawn(
-    command: Sequence[str], env: Mapping[str, str] | None
-) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start `command`; yields the process and the descriptor of its output, closed afterwards."""
-    process = subprocess.Popen(
-        bound(command),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=None if env is None else {**os.environ, **env},
-    )
-    if process.stdout is None:
-        raise RuntimeError("no pipe to the command")
-    with process.stdout as pipe:
-        yield process, pipe.fileno()
-
-
 def run(
     command: Sequence[str],
     *,
@@ -208,27 +189,28 @@ def run(
 ) -> int:
     """Run `command`, pass each line of its output to `on_line`, and return its exit status.
 
-    The command gets its own session and no standard input. A negative status is the signal that
-    killed it. Its process tree is shut down (SIGTERM, then SIGKILL after `grace_seconds`) when
-    `timeout_seconds` have passed, `on_line` raises, or a signal in `STOPS` arrives. That signal is
-    then delivered to the caller, as `SystemExit` if it would have killed the caller.
+    The command gets its own session, no standard input, and `env` beside this process's
+    environment. A negative status is the signal that killed it. Its process tree is shut down
+    (SIGTERM, then SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, which raises
+    `ProcessTimeoutError`, `on_line` raises, or a signal in `STOPS` arrives. That signal is then
+    delivered to the caller, as `SystemExit` if it would have killed the caller.
 
-    Args:
-        command: The program and its arguments.
-        on_line: Called with each line of standard output and error, without the newline.
-        timeout_seconds: Deadline; None is no limit.
-        grace_seconds: Time between SIGTERM and SIGKILL.
-        watch: Called with the process id ten times a second. If it returns an error, the process
-            tree is killed without grace and the error is raised.
-        stop: Called as often. If it returns an error, the process tree is shut down with grace and
-            the error is raised.
-        env: Added to the environment of this process.
-
-    Raises:
-        ProcessTimeoutError: The deadline has passed.
+    `watch` is called with the process id ten times a second, and `stop` as often. An error that
+    they return is raised once the process tree has ended: for `watch` without grace.
     """
-    with deferred_signals() as received, _spawn(command, env) as (process, pipe):
-        lines = _Lines(pipe, on_line)
+    with (
+        deferred_signals() as received,
+        subprocess.Popen(
+            bound(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=None if env is None else {**os.environ, **env},
+        ) as process,
+    ):
+        assert process.stdout is not None  # noqa: S101 - it is a pipe
+        lines = _Lines(process.stdout.fileno(), on_line)
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
 
         def keep_reading(seconds: float) -> None:

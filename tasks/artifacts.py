@@ -10,7 +10,6 @@ import contextvars
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from uuid import UUID
@@ -28,6 +27,7 @@ from rich.progress import TextColumn
 from rich.theme import Theme
 
 from infini_model.runtime.pictures import publish
+from infini_model.runtime.stage_protocol import OnProgress, rate_limited
 
 # How long the end of a stage waits for the last update.
 PATIENCE_SECONDS = 3.0
@@ -174,58 +174,46 @@ def _terminal() -> Console | None:
     return None
 
 
-class Progress:
-    """Shows `done` of `total`, in `unit`, while the block runs.
+@contextlib.contextmanager
+def progress(
+    name: str, unit: str, *, logged: bool = True, note: Callable[[], str] = lambda: ""
+) -> Iterator[OnProgress]:
+    """Yield a function that shows `done` of `total`, in `unit`, while the block runs.
 
     Prefect's artifact is updated at most once a second, and described by what `note` returns. Pass
     `logged=False` where the log shows the progress already.
     """
+    console, percent = _terminal(), -1.0
+    *columns, remaining = Bar.get_default_columns()
+    columns += [TextColumn(unit), remaining]
+    bar = Bar(*columns, console=console, disable=console is None, transient=True)
+    task, artifact = bar.add_task(name, total=None), LiveArtifact(f"{name}-progress")
 
-    def __init__(
-        self, name: str, unit: str, *, logged: bool = True, note: Callable[[], str] = lambda: ""
-    ) -> None:
-        self._console = console = _terminal()
-        *shown, remaining = Bar.get_default_columns()
-        columns = (*shown, TextColumn(unit), remaining)
-        self._bar = Bar(*columns, console=console, disable=console is None, transient=True)
-        self._task = self._bar.add_task(name, total=None)
-        self._logged = logged and console is None
-        self._name, self._unit, self._note = name, unit, note
-        self._artifact = LiveArtifact(f"{name}-progress")
-        self._percent: float | None = None
-        self._logged_at = float("-inf")
-        self._shown = contextlib.ExitStack()
+    def log(_done: int, total: int) -> None:
+        get_run_logger().info("%.0f%% of %s %s", percent, f"{total:,}", unit)
 
-    def __enter__(self) -> Progress:
-        if self._console is not None:
-            # Prefect's console has only the styles of its log, none for a bar.
-            self._console.push_theme(Theme())
-            self._shown.callback(self._console.pop_theme)
-        with contextlib.suppress(OSError):  # The terminal may have been closed.
-            self._bar.start()
-        self._shown.callback(self._stop_bar)
-        self._shown.enter_context(updates("progress", self._update, ARTIFACT_SECONDS))
-        return self
+    log_sometimes = rate_limited(log, interval_seconds=LOG_SECONDS)
 
-    def __exit__(self, *_: object) -> None:
-        self._shown.close()
+    def show(done: int, total: int) -> None:
+        nonlocal percent
+        bar.update(task, completed=done, total=total)
+        percent = 100.0 * done / total if total else 100.0
+        if logged and console is None:
+            log_sometimes(done, total)
 
-    def _stop_bar(self) -> None:
-        with contextlib.suppress(OSError):
-            self._bar.stop()
-
-    def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` units are done; the last call always reaches Prefect."""
-        self._bar.update(self._task, completed=done, total=total)
-        now = time.monotonic()
-        self._percent = 100.0 * done / total if total else 100.0
-        if self._logged and (done >= total or now - self._logged_at >= LOG_SECONDS):
-            self._logged_at = now
-            get_run_logger().info("%.0f%% of %s %s", self._percent, f"{total:,}", self._unit)
-
-    def _update(self) -> None:
+    def update() -> None:
         """Update the artifact if its note, or the percentage, rounded down, has changed."""
-        if self._percent is not None:
-            description = self._note() or f"{self._name}: percent of all {self._unit}"
-            percent = float(int(self._percent))
-            self._artifact.show(ProgressArtifact(progress=percent, description=description))
+        if percent >= 0.0:
+            description = note() or f"{name}: percent of all {unit}"
+            artifact.show(ProgressArtifact(progress=float(int(percent)), description=description))
+
+    # Prefect's console has only the styles of its log, none for a bar.
+    with contextlib.nullcontext() if console is None else console.use_theme(Theme()):
+        with contextlib.suppress(OSError):  # The terminal may have been closed.
+            bar.start()
+        try:
+            with updates("progress", update, ARTIFACT_SECONDS):
+                yield show
+        finally:
+            with contextlib.suppress(OSError):
+                bar.stop()

@@ -23,7 +23,7 @@ from infini_model.config import Config, StageConfig
 from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
-from tasks.artifacts import Progress
+from tasks.artifacts import progress
 from tasks.control import stopped_with_flow_run
 from tasks.flow_run import attempt, log_line
 
@@ -85,13 +85,13 @@ def run_stage(
             tail.append(line)
             log_line(line)
         elif message.mark == PROGRESS:
-            progress.show(*message.body)
+            show_progress(*message.body)
         else:
             reported[message.mark] = message.body
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        Progress(name, unit) as progress,
+        progress(name, unit) as show_progress,
         stopped_with_flow_run() as stop,
     ):
         file = Path(folder) / "config.json"

@@ -21,7 +21,7 @@ from infini_model.training.launch.reservation import waiting_note
 from infini_model.training.mlflow_record import PAGE, run_url
 from infini_model.training.run_status import is_trained, saved_step
 from tasks import artifacts
-from tasks.artifacts import LiveArtifact, Progress, updates
+from tasks.artifacts import LiveArtifact, progress, updates
 from tasks.control import stopped_with_flow_run
 from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
@@ -131,7 +131,7 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
         tail.append(line)
 
     with (
-        Progress("train", "steps", logged=False, note=lambda: newest_step(run_dir)) as progress,
+        progress("train", "steps", logged=False, note=lambda: newest_step(run_dir)) as show,
         stopped_with_flow_run(lambda: saved_note(run_dir)) as stop,
     ):
         job = Job(
@@ -140,7 +140,7 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
             run_dir,
             timeout_seconds=config.stages.train.timeout_seconds,
             on_line=on_line,
-            on_progress=progress.show,
+            on_progress=show,
             stop=stop,
         )
         launch(job)

@@ -3,6 +3,8 @@
 import json
 import logging
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import uuid4
@@ -21,7 +23,6 @@ from infini_model.runtime.storage import make_folder, write_json
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.mlflow_record import PAGE
 from tasks import artifacts, failures
-from tasks.artifacts import Progress
 from tasks.train import mlflow_link, newest_step, outcome
 
 
@@ -131,11 +132,16 @@ def test_progress_is_sent_in_whole_percent_and_whenever_its_note_changes(
     )
     monkeypatch.setattr(artifacts, "get_client", lambda **_: client)
     monkeypatch.setattr(artifacts, "find", lambda *_: uuid4())
-    progress = Progress("train", "steps", logged=False, note=lambda: next(notes))
-    progress._update()
-    for done in (1000, 1001, 2999, 2999, 3000):
-        progress.show(done, 3000)
-        progress._update()
+    updates = list[Callable[[], None]]()
+    monkeypatch.setattr(
+        artifacts, "updates", lambda _, update, __: nullcontext(updates.append(update))
+    )
+    with artifacts.progress("train", "steps", logged=False, note=lambda: next(notes)) as show:
+        (update,) = updates
+        update()
+        for done in (1000, 1001, 2999, 2999, 3000):
+            show(done, 3000)
+            update()
     percent = "train: percent of all steps"
     assert sent == [(33, percent), (99, percent), (99, "step 2,999"), (100, "step 3,000")]
 

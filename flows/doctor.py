@@ -13,10 +13,10 @@ from http import HTTPStatus
 from pathlib import Path
 
 from flows.serving.access import mlflow_client, stored_secret
-from flows.serving.connection import API_URL, AUTH_STRING, configured, served, status_of
+from flows.serving.connection import API_URL, AUTH_STRING, configured, get, served
 from flows.serving.servers import HOST, prefect_dir
 from infini_model.config import Config
-from infini_model.runtime.errors import DeviceError, UserError
+from infini_model.runtime.errors import DeviceError, UnreachableError, UserError
 from infini_model.runtime.machine import (
     available_cores,
     available_memory,
@@ -178,8 +178,8 @@ def _port(port: int, option: str) -> Finding:
 def _server(subject: str, url: str, auth_string: str | None, variables: str) -> Finding:
     """Whether a server answers a request that may require "user:password"."""
     try:
-        status = status_of(url, auth_string)
-    except (OSError, ValueError) as error:
+        status = get(url, auth_string).status_code
+    except UnreachableError as error:
         return Finding(subject, f"{url} does not answer: {error}", "start it, or unset its address")
     if status == HTTPStatus.UNAUTHORIZED:
         return Finding(subject, f"{url} answers 401: it requires a password", f"set {variables}")

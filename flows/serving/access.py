@@ -7,9 +7,7 @@ owner can read; processes that can read it, such as the worker and the other com
 
 from __future__ import annotations
 
-import base64
 import secrets
-import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -41,7 +39,7 @@ def mlflow_client(secret: str | None, tracking_uri: str) -> dict[str, str]:
     """
     if secret is None or urlsplit(tracking_uri).hostname not in LOOPBACK_NAMES:
         return {}
-    user, _, password = secret.partition(":")
+    user, password = secret.split(":", 1)
     return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
 
 
@@ -87,12 +85,3 @@ def choose_secret(home: Path, auth: bool | None) -> str | None:
     if secret is not None:
         print(f"Both servers require the secret in {file}", flush=True)
     return secret
-
-
-def authorized_request(url: str, secret: str | None) -> urllib.request.Request:
-    """A GET of `url` with "user:password", if there is one."""
-    request = urllib.request.Request(url)  # noqa: S310 - the user's own address
-    if secret is not None:
-        encoded = base64.b64encode(secret.encode()).decode()
-        request.add_header("Authorization", f"Basic {encoded}")
-    return request

@@ -10,13 +10,12 @@ import contextlib
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flows.serving.access import authorized_request, mlflow_client, prefect_client, stored_secret
+from flows.serving.access import mlflow_client, prefect_client, stored_secret
 from flows.serving.engine import ENGINES, engines_dir, serve_lock
 from flows.serving.servers import (
     HOST,
@@ -27,9 +26,12 @@ from flows.serving.servers import (
     start_prefect,
 )
 from infini_model.config import Config
-from infini_model.runtime.errors import UserError
+from infini_model.runtime.errors import UnreachableError, UserError
 from infini_model.runtime.storage import is_locked
 from infini_model.training.mlflow_record import PAGE
+
+if TYPE_CHECKING:
+    import httpx
 
 # A server that many commands share may stall: only one that has been silent, or has hung up, for so
 # long is down.
@@ -64,24 +66,22 @@ def served(config: Config) -> dict[str, str]:
         return {}
 
 
-def status_of(url: str, auth_string: str | None) -> int:
-    """The HTTP status of a GET with "user:password", repeated while the server stalls.
+def get(url: str, auth_string: str | None) -> httpx.Response:
+    """The answer to a GET with "user:password", repeated while the server stalls.
 
-    Raises `OSError`, at once if the connection is refused, or `ValueError`.
+    Raises `UnreachableError`, at once if the connection is refused.
     """
-    request = authorized_request(url, auth_string)
+    import httpx
+
+    auth = None if auth_string is None else httpx.BasicAuth(*auth_string.split(":", 1))
+    stalls = httpx.TimeoutException, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
     deadline = time.monotonic() + STALL_SECONDS
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:  # noqa: S310
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            is_stalled = isinstance(reason, TimeoutError | ConnectionResetError | BrokenPipeError)
-            if not is_stalled or time.monotonic() > deadline:
-                raise
+            return httpx.get(url, auth=auth, timeout=ANSWER_SECONDS, follow_redirects=True)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if not isinstance(error, stalls) or time.monotonic() > deadline:
+                raise UnreachableError(str(error)) from error
         time.sleep(PAUSE_SECONDS)
 
 
@@ -89,15 +89,14 @@ def _check_answers(url: str) -> None:
     """Raise `UserError` if the configured API does not answer, or not as Prefect's does."""
     api = url.rstrip("/")
     try:
-        status = status_of(f"{api}/health", None)
+        status = get(f"{api}/health", None).status_code
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or "/workspaces/" in api:
             return  # Prefect Cloud requires authentication here.
         if status == HTTPStatus.OK:
-            status = status_of(f"{api}/admin/version", configured(AUTH_STRING))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+            status = get(f"{api}/admin/version", configured(AUTH_STRING)).status_code
+    except UnreachableError as error:
         raise UserError(
-            f"PREFECT_API_URL: {url} does not answer ({reason}); start it, or unset the variable"
+            f"PREFECT_API_URL: {url} does not answer ({error}); start it, or unset the variable"
         ) from error
     if status == HTTPStatus.UNAUTHORIZED:
         raise UserError(f"PREFECT_API_AUTH_STRING: {url} asks for another user:password")

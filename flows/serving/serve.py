@@ -17,18 +17,18 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 
 from flows.serving.access import choose_secret, mlflow_client, prefect_client, secret_file
-from flows.serving.connection import served
+from flows.serving.connection import get, served
 from flows.serving.database import check_database
 from flows.serving.engine import ENGINES, engines_dir, running_engines, serve_lock
 from flows.serving.servers import (
     HOST,
     Service,
     check_port,
-    experiment_page,
     own_server,
     prefect_dir,
     prefect_environment,
@@ -38,10 +38,10 @@ from flows.serving.servers import (
 )
 from infini_model.config import Config
 from infini_model.config.locations import shareable_location
-from infini_model.runtime.errors import UserError
+from infini_model.runtime.errors import UnreachableError, UserError
 from infini_model.runtime.processes import deferred_signals, wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
-from infini_model.training.mlflow_record import PAGE
+from infini_model.training.mlflow_record import PAGE, page_url
 
 POLL_SECONDS = 0.5
 # Time for flow runs to save a checkpoint and end, before SIGKILL.
@@ -64,16 +64,11 @@ def serve(
 ) -> None:
     """Run servers, worker and deployments until Ctrl-C, SIGTERM or the end of the terminal.
 
-    Args:
-        config: The output folder and the place of MLflow's records.
-        port: Port of Prefect's API and UI.
-        mlflow_port: Port of MLflow's API and UI.
-        auth: Whether both require a secret; None keeps the previous choice.
-        database: Address of Prefect's database; None is a SQLite file in the output folder.
+    `auth` says whether both servers require a secret; None keeps the previous choice. `database` is
+    the address of Prefect's; None is a SQLite file in the output folder.
 
-    Raises:
-        UserError: A port is in use, another `serve` is running for the same output folder, the
-            database cannot be used, a server does not start, or a service exits too often.
+    Raises `UserError` if a port is in use, another `serve` is running for the same output folder,
+    the database cannot be used, a server does not start, or a service exits too often.
     """
     if port == mlflow_port:
         raise UserError(f"--mlflow-port: {port} is Prefect's port (--port); choose another")
@@ -127,7 +122,7 @@ def _run(config: Config, secret: str | None, prefect: Service, mlflow: Service) 
         addresses = {"api_url": os.environ["PREFECT_API_URL"], "mlflow_url": mlflow.url}
         write_json(home / "serve.json", addresses)
         file = None if secret is None else secret_file(home)
-        _print_addresses(prefect, experiment_page(mlflow, config, secret), file)
+        _print_addresses(prefect, _experiment_page(mlflow, config, secret), file)
         with deferred_signals() as signals:
             try:
                 while not signals:
@@ -136,6 +131,17 @@ def _run(config: Config, secret: str | None, prefect: Service, mlflow: Service) 
                     time.sleep(POLL_SECONDS)
             finally:
                 _stop_flow_runs(engines_dir(home), signals)
+
+
+def _experiment_page(mlflow: Service, config: Config, secret: str | None) -> str:
+    """The address of the experiment's page; of the server if the experiment is not found."""
+    name, uri = quote(config.tracking.experiment_name), config.tracking_uri
+    base = uri.rstrip("/") if uri.startswith("http") else mlflow.url
+    url = f"{base}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
+    try:
+        return page_url(base, get(url, secret).json()["experiment"]["experiment_id"])
+    except (UnreachableError, ValueError, KeyError):
+        return base
 
 
 def _print_addresses(prefect: Service, mlflow_page: str, secret_in: Path | None) -> None:

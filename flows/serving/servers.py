@@ -7,7 +7,6 @@ one that started it, and `Service.restart_if_exited` starts it again after each 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -18,15 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import quote
 
-from flows.serving.access import LOOPBACK_NAMES, authorized_request, server_environment
+from flows.serving.access import LOOPBACK_NAMES, server_environment
 from infini_model.config import Config
 from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import bound, end_tree, wait_until
 from infini_model.runtime.storage import make_folder
-from infini_model.training.mlflow_record import page_url
 
 HOST = "127.0.0.1"
 WORK_POOL = "infini"
@@ -40,17 +37,10 @@ WITHIN_SECONDS = 300.0
 
 @dataclass
 class Service:
-    """A process that is started at once, and again when it has exited.
+    """A process that is started at once, and again when it has exited and what it `needs` is up.
 
-    Attributes:
-        name: What messages call it.
-        command: The program and its arguments.
-        log: The file that its output is appended to.
-        env: Added to the environment of this process.
-        url: The address that it serves; empty for the worker.
-        health: The path below `url` that answers once it is up.
-        needs: Whether what it depends on is up; a restart waits for that.
-        process: The one that was started last.
+    `env` is added to the environment of this process; `health` is the path below `url` that answers
+    once it is up. The worker has neither. `process` is the one that was started last.
     """
 
     name: str
@@ -250,17 +240,3 @@ def start_worker(config: Config, prefect: Service) -> Service:
         log=prefect_dir(config) / "worker.log",
         needs=prefect.answers,
     )
-
-
-def experiment_page(mlflow: Service, config: Config, secret: str | None) -> str:
-    """The address of the experiment's page; of the server if the experiment is not found."""
-    name, uri = quote(config.tracking.experiment_name), config.tracking_uri
-    base = uri.rstrip("/") if uri.startswith("http") else mlflow.url
-    url = f"{base}/api/2.0/mlflow/experiments/get-by-name?experiment_name={name}"
-    request = authorized_request(url, secret)
-    try:
-        with urllib.request.urlopen(request, timeout=10.0) as answer:  # noqa: S310
-            number = json.load(answer)["experiment"]["experiment_id"]
-    except (OSError, ValueError, KeyError):
-        return base
-    return page_url(base, number)

@@ -21,7 +21,7 @@ from ports import free_port
 
 from flows.serving import connection, database
 from flows.serving.access import choose_secret
-from flows.serving.connection import status_of
+from flows.serving.connection import get
 from flows.serving.database import check_database
 from flows.serving.engine import ENGINES, engines_dir
 from flows.serving.servers import (
@@ -74,7 +74,7 @@ def test_who_hangs_up_is_asked_again(
 
     serving = threading.Thread(target=serve, daemon=True)
     serving.start()
-    assert status_of(f"http://127.0.0.1:{port_of(listener)}/", None) == 401
+    assert get(f"http://127.0.0.1:{port_of(listener)}/", None).status_code == 401
     serving.join()
 
 
@@ -83,11 +83,11 @@ def test_a_server_that_is_silent_is_given_up_and_one_that_is_down_is_asked_once(
 ) -> None:
     monkeypatch.setattr(connection, "PAUSE_SECONDS", -1.0)  # whoever paused would get a ValueError
     with pytest.raises(OSError, match="Connection refused"):
-        status_of(f"http://127.0.0.1:{free_port()}/", None)
+        get(f"http://127.0.0.1:{free_port()}/", None)
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.0)
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
     with pytest.raises(OSError, match="timed out"):
-        status_of(f"http://127.0.0.1:{port_of(listener)}/", None)
+        get(f"http://127.0.0.1:{port_of(listener)}/", None)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from infini_model.runtime.branches import begin_branch, find_step, parent_of, sh
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.machine import package_versions
+from infini_model.runtime.processes import wait_until
 from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import (
     CHECKPOINTS,
@@ -53,8 +54,6 @@ log = logging.getLogger(__name__)
 
 # How long other machines wait for the first one to build the dataset and start the run.
 JOIN_SECONDS = 3600.0
-# Between two lines on what they wait for.
-JOIN_TELL_SECONDS = 30.0
 # How long to wait for an earlier process of the same flow run: the grace period of training, and
 # some margin.
 RELEASE_SECONDS = 90.0
@@ -257,20 +256,20 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
     another one, which the first machine would refuse as well.
     """
     run_dir, store = config.run.runs_dir / str(config.run.name), config.run.store
-    begun = time.monotonic()
-    told, place = begun, store or run_dir
-    while not (refresh_run(run_dir, store) and is_started(run_dir)):
-        now = time.monotonic()
-        if now - begun > JOIN_SECONDS:
+    place = store or run_dir
+
+    def has_started() -> bool:
+        return refresh_run(run_dir, store) and is_started(run_dir)
+
+    if not has_started():
+        log.warning(
+            "Waiting for the first machine (launch.node_rank=0) to start this run in %s; the "
+            "machines must share run.output_dir or run.store",
+            place,
+        )
+        every = look_seconds(store)
+        if not wait_until(has_started, every_seconds=every, timeout_seconds=JOIN_SECONDS):
             raise ConfigError(f"run.name: the first machine has not started this run in {place}")
-        if now - told > JOIN_TELL_SECONDS:
-            told = now
-            log.warning(
-                "Waiting for the first machine (launch.node_rank=0) to start this run in %s; if it "
-                "has, it uses another folder: the machines must share run.output_dir or run.store",
-                place,
-            )
-        time.sleep(look_seconds(store))
     if other := _Request(config, dataset_key).mismatch(run_dir):
         holder = run_holder(run_dir)
         by = "" if holder is None else f", in use by {holder}"
@@ -290,17 +289,10 @@ def claim_run(
 ) -> Iterator[Path]:
     """Hold a run folder: that of `run.name`, the owner's, an interrupted run's, or a new one.
 
-    The first two are claimed even if their run is finished. With several machines the first one
-    holds the folder and the others join it.
-
-    Args:
-        config: The whole configuration.
-        dataset_key: Content key of the dataset.
-        dataset_dir: Folder of the dataset.
-        weights: Fingerprint of the initial weights, which then count by their content; without it
-            they count by their name.
-        address: The dataset in an object store, if the folder is a working copy of it.
-        owner: Who claims the run; without `run.name` it gets back the folder it claimed before.
+    The first two are claimed even if their run is finished; without `run.name` an owner gets back
+    the folder it claimed before. With several machines the first one holds the folder and the
+    others join it. `weights` is the fingerprint of the initial weights, which count by their name
+    without it; `address` is the dataset in an object store of which the folder is a working copy.
 
     Raises:
         StoreError, UnreachableError: The store refuses access or cannot be reached.

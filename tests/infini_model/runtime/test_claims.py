@@ -146,7 +146,6 @@ def test_a_machine_that_waits_for_the_first_one_says_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = config_of(tmp_path, *SHARED), config_of(tmp_path, *SHARED, "launch.node_rank=1")
-    monkeypatch.setattr(claims, "JOIN_TELL_SECONDS", -1.0)
     monkeypatch.setattr(time, "sleep", lambda _: claim(first))
     run_dir = claim(second)
     (line,) = caplog.messages

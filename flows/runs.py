@@ -11,10 +11,11 @@ import os
 import shlex
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import UUID
 
 from flows.presets import Invocation
@@ -280,7 +281,7 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
 
     Raises `UserError` if there are no logs.
     """
-    offsets: dict[Path, int] = {}
+    offsets = defaultdict[Path, int](int)
 
     def print_new_lines() -> bool:
         refresh_run(run_dir, store, logs=True)
@@ -288,25 +289,16 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
         ended = not follow or run_holder(run_dir) is None
         # What the ranks say, and torchrun of them.
         for path in sorted([*run_dir.glob("logs/rank-*.log"), *run_dir.glob("logs/torchrun.log")]):
-            offsets[path] = _copy_lines(path, offsets.get(path, 0), sys.stdout.buffer)
+            with path.open("rb") as file:
+                file.seek(offsets[path])
+                lines, newline, _ = file.read().rpartition(b"\n")
+            offsets[path] += sys.stdout.buffer.write(lines + newline)
         sys.stdout.buffer.flush()
         return ended
 
     wait_until(print_new_lines, every_seconds=look_seconds(store))
     if not offsets:
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
-
-
-def _copy_lines(path: Path, offset: int, output: BinaryIO) -> int:
-    """Copy the complete lines of a file after `offset`; returns the offset behind them."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            output.write(line)
-            offset += len(line)
-    return offset
 
 
 def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool) -> list[str]:

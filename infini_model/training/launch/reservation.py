@@ -10,7 +10,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from infini_model.config import Config
@@ -25,29 +24,24 @@ POLL_SECONDS = 0.5
 REPEAT_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A device that one training holds at a time; `gpu` is None for the CPU."""
+def _slots(config: Config) -> tuple[dict[str, Gpu | None], int]:
+    """The devices that the settings allow, the preferred first, and how many are needed.
 
-    label: str
-    file: str
-    gpu: Gpu | None
-
-
-def _slots(config: Config) -> tuple[list[_Slot], int]:
-    """The devices that the settings allow, in order of preference, and how many are needed."""
+    Each is named by its lock file; None is the CPU.
+    """
     gpus, processes = choose_gpus(config.launch.gpus), config.launch.processes
     if not gpus:
-        return [_Slot("the CPU", f"cpu-{socket.gethostname()}.lock", None)], 1
+        return {f"cpu-{socket.gethostname()}.lock": None}, 1
     needed = processes or len(gpus)
     if needed > len(gpus):
         raise DeviceError(f"launch.processes={needed}: only {len(gpus)} GPUs were chosen")
     # A list means its first GPUs; auto means any.
     allowed = gpus if config.launch.gpus == "auto" else gpus[:needed]
-    return [
-        _Slot(f"GPU {gpu.identifier}", f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock", gpu)
-        for gpu in allowed
-    ], needed
+    return {f"gpu-{gpu.uuid.removeprefix('GPU-')}.lock": gpu for gpu in allowed}, needed
+
+
+def _label(gpu: Gpu | None) -> str:
+    return "the CPU" if gpu is None else f"GPU {gpu.identifier}"
 
 
 @contextlib.contextmanager
@@ -69,7 +63,7 @@ def reserve(
         UserError: The output folder or the run folder cannot be written.
     """
     slots, needed = _slots(config)
-    wanted = ", ".join(slot.label for slot in slots)
+    wanted = ", ".join(map(_label, slots.values()))
     if needed < len(slots):
         wanted = f"{needed} of {len(slots)} GPUs"
     folder, owner = make_folder(config.run.output_dir / "devices"), None
@@ -78,18 +72,18 @@ def reserve(
     holder = Holder.current(run_dir, Owner(owner))
     shared_with = holder.run if config.launch.num_nodes > 1 else None
 
-    def take(stack: contextlib.ExitStack) -> tuple[list[_Slot], dict[str, Holder]]:
+    def take(stack: contextlib.ExitStack) -> tuple[list[Gpu | None], dict[str, Holder]]:
         """Acquire all needed slots, released by `stack`; or none, and say who holds which."""
         taken, others = [], dict[str, Holder]()
         # One training at a time: two that need each other's devices could both fail forever.
         with lock(folder / ".lock"), contextlib.ExitStack() as held:
-            for slot in slots:
-                if not held.enter_context(hold(folder / slot.file, holder)):
-                    other = holder_of(folder / slot.file) or Holder()
+            for file, gpu in slots.items():
+                if not held.enter_context(hold(folder / file, holder)):
+                    other = holder_of(folder / file) or Holder()
                     if other.run != shared_with:
-                        others[slot.label] = other
+                        others[_label(gpu)] = other
                         continue
-                taken.append(slot)
+                taken.append(gpu)
                 if len(taken) == needed:
                     stack.enter_context(held.pop_all())
                     return taken, {}
@@ -108,7 +102,7 @@ def reserve(
         finally:
             with contextlib.suppress(OSError):
                 note.unlink()
-        yield [slot.gpu for slot in found[0] if slot.gpu is not None]
+        yield [gpu for gpu in found[0] if gpu is not None]
 
 
 def waiting_note(run_dir: Path) -> Path:

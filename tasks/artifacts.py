@@ -87,13 +87,6 @@ def show(key: str, artifact: Artifact) -> None:
         LiveArtifact(key).show(artifact)
 
 
-def show_report(key: str, path: Path, pictures: Iterable[Path], description: str) -> None:
-    """Show a Markdown file and its pictures, or their paths if Prefect's server shows none."""
-    with warn_on_error(f"artifact {key!r}"):
-        text = with_pictures(path, pictures)
-        LiveArtifact(key).show(MarkdownArtifact(markdown=text, description=description))
-
-
 def with_pictures(path: Path, pictures: Iterable[Path]) -> str:
     """The text of a Markdown file with addresses of its pictures, or with their paths.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import task
+from prefect.artifacts import MarkdownArtifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
@@ -52,8 +53,9 @@ def _evaluate(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any
     arguments = ["--dataset", str(dataset_dir), "--run-dir", str(run_dir)]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
     description = f"{FIRST}: what came out. For a browser it is {result['html']}"
-    plots = map(Path, result["plots"])
-    artifacts.show_report("report", Path(result["report"]), plots, description)
+    with artifacts.warn_on_error("report"):
+        text = artifacts.with_pictures(Path(result["report"]), map(Path, result["plots"]))
+        artifacts.show("report", MarkdownArtifact(markdown=text, description=description))
     if link := mlflow_link(run_dir, config):
         artifacts.show("mlflow", link)
     return result

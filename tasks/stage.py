@@ -80,14 +80,14 @@ def run_stage(
     tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def on_line(line: str) -> None:
-        message = parse_line(line)
-        if message is None:
+        mark, body = parse_line(line)
+        if mark == PROGRESS:
+            show_progress(*body)
+        elif mark:
+            reported[mark] = body
+        else:
             tail.append(line)
             log_line(line)
-        elif message.mark == PROGRESS:
-            show_progress(*message.body)
-        else:
-            reported[message.mark] = message.body
 
     with (
         tempfile.TemporaryDirectory() as folder,

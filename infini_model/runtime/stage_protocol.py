@@ -6,23 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 PROGRESS, RESULT, ERROR = "::progress", "::result", "::error"
 
 OnProgress = Callable[[int, int], None]
-
-
-class Message(NamedTuple):
-    """A parsed message: one of `PROGRESS`, `RESULT` and `ERROR`, and what follows it."""
-
-    mark: str
-    body: Any
 
 
 def write_message(mark: str, body: Any) -> None:
@@ -36,15 +30,13 @@ def write_progress(done: int, total: int) -> None:
     write_message(PROGRESS, [done, total])
 
 
-def parse_line(line: str) -> Message | None:
-    """The message in a line of a stage's output, None for a log line."""
+def parse_line(line: str) -> tuple[str, Any]:
+    """The mark and the body of the message in a line of a stage's output; "" and None of others."""
     mark, _, body = line.partition(" ")
-    if mark not in (PROGRESS, RESULT, ERROR):
-        return None
-    try:
-        return Message(mark, json.loads(body))
-    except ValueError:
-        return None
+    if mark in (PROGRESS, RESULT, ERROR):
+        with contextlib.suppress(ValueError):
+            return mark, json.loads(body)
+    return "", None
 
 
 def rate_limited(report: OnProgress, *, interval_seconds: float = 0.5) -> OnProgress:

@@ -199,8 +199,9 @@ def _run(
 
         def handle(line: str) -> None:
             """Report progress; write a log line to the file of its rank, and pass it on."""
-            if (message := parse_line(line)) and message.mark == PROGRESS:
-                job.on_progress(*message.body)
+            mark, body = parse_line(line)
+            if mark == PROGRESS:
+                job.on_progress(*body)
                 return
             rank = ranks.get(line.partition(":")[0])
             file = other if rank is None else f"rank-{rank}.log"

@@ -31,7 +31,7 @@ from infini_model.runtime.branches import is_of_parent
 from infini_model.runtime.errors import DeviceError, UserError
 from infini_model.runtime.processes import deferred_signals
 from infini_model.runtime.runs import STATE, list_checkpoints
-from infini_model.runtime.stage_protocol import write_progress
+from infini_model.runtime.stage_protocol import PROGRESS
 from infini_model.training.launch.failures import TrainingFailure, first_cause
 from infini_model.training.launch.launcher import Job, train_here
 from infini_model.training.launch.recovery import BatchPlan
@@ -47,7 +47,8 @@ RESERVE_SECONDS = 10.0
 MESSAGE_SECONDS = 0.2
 # After so many losses without a new checkpoint, the training is the likely cause.
 MOST_LOSSES = 5
-LINE, PROGRESS, END = "line", "progress", "end"
+# What a node says: lines, also of progress, and at last None or why it failed.
+Said = str | TrainingFailure | None
 
 
 class NodeLostError(Exception):
@@ -92,7 +93,7 @@ class NodeLauncher:
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = threads
-        self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self._stopped = threading.Event()
         arguments = config, dataset_dir, run_dir
         threading.Thread(target=self._train, args=arguments, name="launcher", daemon=True).start()
@@ -104,24 +105,21 @@ class NodeLauncher:
                 load_config(overrides=[config]),
                 dataset_dir,
                 run_dir,
-                on_line=lambda line: self._messages.put((LINE, line)),
-                on_progress=lambda done, total: self._messages.put((PROGRESS, (done, total))),
+                on_line=self._messages.put,
+                on_progress=lambda n, total: self._messages.put(f"{PROGRESS} [{n}, {total}]"),
                 stop=self._why_stopped,
             )
             train_here(job)
         except Exception as error:  # noqa: BLE001 - the driver raises it
             failure = TrainingFailure.of(error)
-        self._messages.put((END, failure))
+        self._messages.put(failure)
 
     def _why_stopped(self) -> TrainingFailure | None:
         # Made anew: of several failures the first one is the cause.
         return TrainingFailure("preempted", "stopped") if self._stopped.is_set() else None
 
-    def poll(self) -> list[tuple[str, Any]]:
-        """What has happened since the last call: lines, progress, and at last the end.
-
-        The end is None, or a `TrainingFailure`.
-        """
+    def poll(self) -> list[Said]:
+        """What has been said since the last call."""
         try:
             messages = [self._messages.get(timeout=MESSAGE_SECONDS)]
         except queue.Empty:
@@ -336,15 +334,13 @@ class RayLauncher:
                     messages = ray.get(answer)
                 except RayError as error:
                     raise NodeLostError(nodes[rank].host, error) from error
-                for kind, body in messages:
-                    if kind == LINE:
+                for said in messages:
+                    if isinstance(said, str):
                         # All nodes number their GPUs from 0.
-                        print(f"{nodes[rank].host} | {body}" if rank else body, flush=True)
-                    elif kind == PROGRESS:
-                        write_progress(*body)
-                    elif body is not None:
-                        failures.append(body)
-                if not messages or messages[-1][0] != END:
+                        print(f"{nodes[rank].host} | {said}" if rank else said, flush=True)
+                    elif said is not None:
+                        failures.append(said)
+                if not messages or isinstance(messages[-1], str):
                     asked[launchers[rank].poll.remote()] = rank
             if self.is_stopped() and not is_told:
                 is_told = True

@@ -45,7 +45,7 @@ from infini_model.runtime.stored_runs import (
     refresh_run,
     refresh_runs,
 )
-from infini_model.training.mlflow_record import read_mlflow_record, run_url
+from infini_model.training.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
 PIPE_WIDTH = 10_000
@@ -155,10 +155,7 @@ def _cells(run: RunStatus) -> list[str]:
 def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
     """The addresses of a run in Prefect and MLflow, or empty; `page` is MLflow's UI."""
     flow_run = flow_run_page(run.owner) if run.owner else None
-    address = str(read_mlflow_record(run.run_dir).get("tracking_uri", ""))
-    page = address if address.startswith("http") else page
-    mlflow = run_url(page, run.run_dir) if page else None
-    return flow_run or "", mlflow or ""
+    return flow_run or "", run_url(page, run.run_dir) or ""
 
 
 def _link(url: str, *, short: bool) -> str:

@@ -148,11 +148,8 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
 
 def mlflow_link(run_dir: Path, config: Config) -> LinkArtifact | None:
     """A link to the page of a run in MLflow; None if it has no page, or no record yet."""
-    # A database address has no page; infini serve may have one.
-    uri = config.tracking_uri
-    page = uri if uri.startswith("http") else os.environ.get(PAGE)
-    url = page and config.tracking.mlflow and run_url(page, run_dir)
-    if not url:
+    url = run_url(os.environ.get(PAGE), run_dir) if config.tracking.mlflow else None
+    if url is None:
         return None
     description = "Curves, settings and files of the run"
     return LinkArtifact(link=url, link_text="The run in MLflow", description=description)

@@ -281,10 +281,15 @@ def page_url(base: str, experiment: str, run: str = "") -> str:
     return f"{page}?workflowType=machine_learning"
 
 
-def run_url(base: str, run_dir: Path) -> str | None:
-    """The page of a run on the MLflow server at `base`; None if it has no record yet."""
+def run_url(page: str | None, run_dir: Path) -> str | None:
+    """The page of a run in MLflow; None if it has none, or no record yet.
+
+    A database has no page; `page` is the server that shows it, if one does.
+    """
     record = read_mlflow_record(run_dir)
-    if "run_id" not in record or "experiment_id" not in record:
+    uri = str(record.get("tracking_uri", ""))
+    base = uri if uri.startswith("http") else page
+    if base is None or "run_id" not in record:
         return None
     return page_url(base, record["experiment_id"], record["run_id"])
 

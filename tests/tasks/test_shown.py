@@ -91,16 +91,17 @@ def test_a_run_is_linked_once_mlflow_shows_it(
         link = mlflow_link(tmp_path, load_config(overrides=overrides))
         return None if link is None else link.link
 
-    server = "tracking.tracking_uri=http://mlflow:5000"
-    monkeypatch.delenv(PAGE, raising=False)
-    assert linked(server) is None
-    write_json(tmp_path / "logs" / "mlflow.json", {"run_id": "r1", "experiment_id": "7"})
-    page = "#/experiments/7/runs/r1?workflowType=machine_learning"
-    assert linked(server) == f"http://mlflow:5000/{page}"
-    assert linked(server, "tracking.mlflow=false") is None
-    assert linked() is None  # a database
     monkeypatch.setenv(PAGE, "http://127.0.0.1:5000")
+    assert linked() is None
+    record = {"run_id": "r1", "experiment_id": "7", "tracking_uri": "http://mlflow:5000"}
+    write_json(tmp_path / "logs" / "mlflow.json", record)
+    page = "#/experiments/7/runs/r1?workflowType=machine_learning"
+    assert linked() == f"http://mlflow:5000/{page}"
+    assert linked("tracking.mlflow=false") is None
+    write_json(tmp_path / "logs" / "mlflow.json", record | {"tracking_uri": "sqlite:///mlflow.db"})
     assert linked() == f"http://127.0.0.1:5000/{page}"
+    monkeypatch.delenv(PAGE)
+    assert linked() is None
 
 
 def test_a_report_has_the_addresses_of_its_pictures_and_of_nothing_that_it_quotes(

@@ -113,10 +113,11 @@ def show_runs(config: Config) -> None:
         os.environ.update(own_server(addresses["api_url"].removesuffix("/api")))
     refresh_runs(config.run.runs_dir, config.run.store)
     found = list_runs(config.run.runs_dir)
-    rows = [
-        (*_cells(run), *(_link(url, short=is_terminal) for url in _urls(run, page)))
-        for run in found
-    ]
+    rows = []
+    for run in found:
+        urls = run.owner and flow_run_page(run.owner), run_url(page, run.run_dir)
+        links = [f"[link={url}]open[/link]" if url and is_terminal else url or "" for url in urls]
+        rows.append([*_cells(run), *links])
     columns = dict(zip(COLUMNS, zip(COLUMNS, *rows, strict=True), strict=True))
     least = {
         title: min(
@@ -150,16 +151,6 @@ def _cells(run: RunStatus) -> list[str]:
     updated = datetime.fromtimestamp(run.updated).astimezone().strftime("%Y-%m-%d %H:%M")
     parent = "" if run.parent is None else f"{run.parent}@{run.parent_step}"
     return [escape(cell) for cell in (run.run_dir.name, step, state, *losses, parent, updated)]
-
-
-def _urls(run: RunStatus, page: str | None) -> tuple[str, str]:
-    """The addresses of a run in Prefect and MLflow, or empty; `page` is MLflow's UI."""
-    flow_run = flow_run_page(run.owner) if run.owner else None
-    return flow_run or "", run_url(page, run.run_dir) or ""
-
-
-def _link(url: str, *, short: bool) -> str:
-    return f"[link={url}]open[/link]" if url and short else url
 
 
 def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invocation | None]:

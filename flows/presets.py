@@ -81,7 +81,8 @@ def _layered(presets: Iterable[str], file: Path | None = None) -> dict[str, Any]
         tree = _over(tree, trees[name])
     if file is not None:
         own = read_tree(file)
-        names = [*_recorded(own), *names]
+        recorded = _section(own, "run").get("preset")
+        names = [str(recorded), *names] if recorded else names
         tree = merge(tree, _named(own))
     for name in (each for each in trees if each in remedy_names()):
         tree = _over(tree, trees[name])
@@ -163,9 +164,3 @@ def _read(name: str) -> dict[str, Any]:
     if name not in preset_names():
         raise ConfigError(f"preset {name!r} is unknown; available: {', '.join(preset_names())}")
     return read_tree(_FOLDER / f"{name}.yaml")
-
-
-def _recorded(tree: Mapping[str, Any]) -> list[str]:
-    """The presets that a file records as its origin, if any."""
-    preset = _section(tree, "run").get("preset")
-    return [str(preset)] if preset else []

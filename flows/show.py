@@ -95,7 +95,7 @@ def _print_sizes(console: Console, manifest: Manifest, windows: Callable[[str], 
             table.add_row(title, *numbers)
     console.print(table)
     again, is_estimate = count_duplicates([each.stream for each in splits.values()])
-    found = f"{'about ' * is_estimate}{again:,} ({again / manifest.documents:.1%})"
+    found = f"{'about ' * is_estimate}{again:,} ({again / manifest.corpus.documents:.1%})"
     console.print(f"Exact duplicates: {found}")
 
 

@@ -169,5 +169,5 @@ def _announce(dataset: Dataset, manifest: Manifest) -> None:
         "prefect.resource.name": manifest.folder_name,
     }
     payload = dataset.model_dump(mode="json", include={"folder", "address", "key"})
-    payload |= {"documents": manifest.documents, "tokens": manifest.tokens}
+    payload |= {"documents": manifest.corpus.documents, "tokens": manifest.tokens}
     emit_event(NEW_DATASET, resource, payload=payload)

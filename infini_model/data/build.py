@@ -233,8 +233,8 @@ def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
     """Tell of one that occurs in no file; each is then one document, perhaps left out."""
     separators = [each.common.reading.separator for each in wanted.sources]
     files = [part for each in wanted.sources for part in each.files]
-    is_text = all(part.kind == "text" for part in files)
-    if all(separators) and is_text and manifest.documents + manifest.corpus.skipped == len(files):
+    is_text, corpus = all(part.kind == "text" for part in files), manifest.corpus
+    if all(separators) and is_text and corpus.documents + corpus.skipped == len(files):
         many, first = f"{len(files):,} files", files[0].file.address
         none = f"{separators[0]!r} occurs in none of {many}; each is one document, such as {first}"
         log.warning("data.source.separator: %s", none)

@@ -139,11 +139,6 @@ class Manifest(Record):
         return f"{self.name}-{self.key[:16]}"
 
     @property
-    def documents(self) -> int:
-        """Number of documents in all splits."""
-        return sum(split.documents for split in self.splits.values())
-
-    @property
     def tokens(self) -> int:
         """Number of tokens in all splits, including those that begin and end documents."""
         return sum(split.tokens for split in self.splits.values())

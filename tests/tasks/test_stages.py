@@ -98,7 +98,7 @@ def test_the_last_share_puts_the_dataset_together(connected: Environment, tmp_pa
     output = output_of(connected, *command, "2/2")
     (folder,) = datasets.glob("tiny-*")
     assert output.splitlines()[-1] == f"Dataset: {folder}"
-    assert read_manifest(folder).documents == 40
+    assert read_manifest(folder).corpus.documents == 40
 
 
 @pytest.mark.parametrize(

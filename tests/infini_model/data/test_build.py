@@ -98,7 +98,7 @@ def test_every_document_is_there_once_as_tokenizers_encodes_it_with_end_of_text(
     expected = [[*ids, manifest.tokenizer.eos_token_id] for ids in bodies]
     found = documents_of(folder)
     assert sorted(found) == sorted(expected)
-    assert (manifest.documents, manifest.corpus.skipped) == (len(texts), 1000)
+    assert (manifest.corpus.documents, manifest.corpus.skipped) == (len(texts), 1000)
     assert manifest.tokens == sum(map(len, expected))
     tokenizer = load_dataset_tokenizer(folder)
     decoded = [tokenizer.decode(document) for document in found]
@@ -208,7 +208,7 @@ def test_one_file_more_makes_its_own_partition_and_renaming_or_moving_none(tmp_p
     after = partitions_of(output)
     assert before.items() < after.items()
     assert len(after) == len(before) + 1
-    assert manifest.documents == read_manifest(folder).documents + 1
+    assert manifest.corpus.documents == read_manifest(folder).corpus.documents + 1
     assert verify_dataset(folder)
     assert verify_dataset(larger)
 
@@ -352,4 +352,4 @@ def test_equal_files_are_documents_of_their_own(tmp_path):
     config = files_config(tmp_path / "*.parquet", partition_megabytes=1)
     manifest, _ = build(config, tmp_path)
     assert len(manifest.partitions) == 2 * len(set(manifest.partitions)) > 2
-    assert manifest.documents == 2 * len(texts)
+    assert manifest.corpus.documents == 2 * len(texts)

@@ -70,7 +70,7 @@ def test_every_pair_is_in_the_shards_with_its_bound(tmp_path, spec, llama_tokeni
     assert sorted(pair for split in SPLITS for pair in in_shards(folder, split)) == expected
     manifest = read_manifest(folder)
     assert manifest.conversations
-    assert (manifest.documents, manifest.corpus.skipped) == (len(PAIRS), 0)
+    assert (manifest.corpus.documents, manifest.corpus.skipped) == (len(PAIRS), 0)
     assert manifest.corpus.bytes == sum(len((p + a).encode()) for p, a in PAIRS)
     rows = [
         parted(row["input_ids"], row["learnt"])

@@ -87,7 +87,7 @@ def test_each_source_has_its_own_documents(sources, tmp_path):
     assert all(
         list(record.sources) == ["bodies", "chats", "texts"] for record in manifest.splits.values()
     )
-    assert manifest.documents == len(TEXTS) + len(BODIES) + len(PAIRS)
+    assert manifest.corpus.documents == len(TEXTS) + len(BODIES) + len(PAIRS)
 
 
 def test_of_conversations_what_is_learned_is_marked_and_of_texts_all(sources, tmp_path):

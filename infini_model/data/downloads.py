@@ -74,7 +74,7 @@ def download_shards(
             if _key(shard) in partitions:
                 partitions[_key(shard)][shard.path] = shard
         here = Datasets(folder.parent)
-        _download_missing(origin.datasets, here, partitions, progress, tell, stop)
+        _download_missing(origin, here, partitions, progress, tell, stop)
         # Nobody else links, or describes the dataset anew, meanwhile.
         with (
             storage.lock(folder.parent / ".locks" / f"{folder.name}.pull"),

@@ -105,20 +105,16 @@ def finished_dataset(config: Config) -> Dataset:
 
     Raises `DataError` in one line if there is none, or a shard is missing or damaged.
     """
-    place, manifest = resolve_dataset(config.data.folder, config.run), None
+    place, origin = resolve_dataset(config.data.folder, config.run), None
     datasets: Datasets
     if is_url(place):
         datasets, name = stored_dataset(place, config.run)
-        register_use(datasets.folder / name)
     else:
         folder = Path(place).resolve()
-        origin = read_origin(folder)
-        datasets = datasets_at(folder.parent, None if origin is None else origin.datasets)
-        name = folder.name
-        register_use(folder)
-        if origin is not None:
-            manifest = _whole(folder)
-    manifest = manifest or datasets.find(name)
+        origin, name = read_origin(folder), folder.name
+        datasets = datasets_at(folder.parent, origin)
+    register_use(datasets.folder / name)
+    manifest = (_whole(datasets.folder / name) if origin else None) or datasets.find(name)
     if manifest is None:
         raise no_dataset(f"{datasets.place}/{name}")
     return Dataset(

@@ -201,13 +201,13 @@ class Origin(Record):
     datasets: str
 
 
-def read_origin(folder: Path) -> Origin | None:
-    """The origin of a working copy; None if the folder is no copy.
+def read_origin(folder: Path) -> str | None:
+    """The address of the datasets that a working copy is from; None if the folder is no copy.
 
     Raises `DataError` if the record is damaged.
     """
     path = folder / ORIGIN
-    return read_record(path, Origin) if path.exists() else None
+    return read_record(path, Origin).datasets if path.exists() else None
 
 
 def has_own_shards(folder: Path) -> bool:

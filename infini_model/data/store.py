@@ -241,7 +241,7 @@ class StoredDatasets(Datasets):
             return False
         same = (there.splits, there.tokenizer) == (manifest.splits, manifest.tokenizer)
         complete = all((folder / name).is_file() for name in metadata_files(manifest))
-        return same and complete and origin == Origin(datasets=self.place)
+        return same and complete and origin == self.place
 
     def _describe(self, name: str, manifest: Manifest, tokenizer: Tokenizer | None = None) -> None:
         """Make the local folder of a dataset anew, with the shards that are on this machine."""

@@ -45,10 +45,10 @@ def verify(config: Config, name: str | None) -> None:
         folder = Path(place).resolve()
         place, origin = str(folder), read_origin(folder)
         with _bar(folder.name) as progress:
-            manifest, faults = examine_dataset(folder, checksums="all", progress=progress)
+            manifest, faults = examine_dataset(folder, reads_all=True, progress=progress)
     shards = dict(manifest.files())
     if origin is not None:
-        typer.echo(f"note: only the shards on this machine are verified, not {origin.datasets}")
+        typer.echo(f"note: only the shards on this machine are verified, not {origin}")
         # What is in a store is not here until a training needs it.
         shards = {name: shard for name, shard in shards.items() if Path(place, name).exists()}
         advice = "the next training downloads them again"

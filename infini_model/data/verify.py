@@ -8,10 +8,10 @@ finds that out for all that see the folder.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from infini_model.data.manifest import (
     ASSEMBLED,
@@ -29,22 +29,20 @@ from infini_model.runtime.fact_cache import FactCache, fact_cache
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.stage_protocol import OnProgress
 
-# Which checksums are compared: those of files that were written after their records, or all.
-Checksums: TypeAlias = Literal["new", "all", "none"]
-
 
 def find_faults(
     files: Sequence[tuple[str, Shard]],
     recorded: Sequence[int],
     facts: FactCache,
     *,
-    checksums: Checksums = "new",
+    reads_all: bool = False,
     progress: OnProgress = lambda _done, _total: None,
 ) -> list[str | None]:
     """What is wrong with each file in one line, or None if it is what its record says.
 
-    `recorded` is when the record of each was written, in ns since the epoch. `progress(done,
-    total)` counts the bytes of the files whose checksums are compared.
+    `recorded` is when the record of each was written, in ns since the epoch; checksums of files
+    that were written later are compared, or those of all. `progress(done, total)` counts the bytes
+    of these files.
     """
     faults: list[str | None] = [None] * len(files)
     to_hash: list[int] = []
@@ -56,13 +54,11 @@ def find_faults(
             continue
         if stat.st_size != shard.bytes:
             faults[number] = f"{path}: has {stat.st_size} bytes, its record says {shard.bytes}"
-        elif checksums == "all":
+            continue
+        known = facts.get(_version(stat))
+        is_older = known is None and stat.st_mtime_ns <= recorded[number]
+        if reads_all or (known != shard.sha256 and not is_older):
             to_hash.append(number)
-        elif checksums == "new":
-            known = facts.get(_version(stat))
-            is_older = known is None and stat.st_mtime_ns <= recorded[number]
-            if known != shard.sha256 and not is_older:
-                to_hash.append(number)
 
     def fault_of(number: int) -> str | None:
         path, shard = files[number]
@@ -73,7 +69,7 @@ def find_faults(
             return _unreadable(path, error)
         is_whole = checksum == shard.sha256
         # That of a damaged file, too: nobody takes it for what its record says.
-        if not is_whole or checksums == "new":
+        if not (is_whole and reads_all):
             facts.put(version, checksum)
         return None if is_whole else f"{path}: is damaged: its checksum differs from its record"
 
@@ -114,13 +110,13 @@ def verify_dataset(folder: Path) -> Manifest:
 def examine_dataset(
     folder: Path,
     *,
-    checksums: Checksums = "new",
+    reads_all: bool = False,
     progress: OnProgress = lambda _done, _total: None,
 ) -> tuple[Manifest, list[str]]:
     """Find every file of a dataset folder that is missing or damaged: a line for each.
 
-    `checksums` and `progress` are those of `find_faults`. Of shards that are not in the folder but
-    beside it, as in a mounted bucket, "new" ones are not read. A working copy of a dataset in a
+    `reads_all` and `progress` are those of `find_faults`. Shards that are not in the folder but
+    beside it, as in a mounted bucket, are only read if all are. A working copy of a dataset in a
     store may lack shards.
 
     Raises `DataError` in one line if the folder is not a dataset or its manifest is damaged.
@@ -132,14 +128,14 @@ def examine_dataset(
         if not (folder / name).is_file()
     ]
     files = [(f"{folder}/{name}", shard) for name, shard in manifest.files()]
+    recorded, facts = assembled_at(folder), fact_cache(folder.parent)
     if not has_own_shards(folder):
-        beside = folder.parent / PARTITIONS
+        beside, recorded = folder.parent / PARTITIONS, sys.maxsize
         files = [(f"{beside}/{shard.path}", shard) for _, shard in files]
-        checksums = "none" if checksums == "new" else checksums
     if read_origin(folder) is not None:
         files = [(path, shard) for path, shard in files if os.path.exists(path)]  # noqa: PTH110
-    facts, times = fact_cache(folder.parent), [assembled_at(folder)] * len(files)
-    found = find_faults(files, times, facts, checksums=checksums, progress=progress)
+    times = [recorded] * len(files)
+    found = find_faults(files, times, facts, reads_all=reads_all, progress=progress)
     facts.save()
     return manifest, faults + [fault for fault in found if fault]
 

@@ -127,7 +127,7 @@ def state(folder):
 
 def assert_intact(*folders):
     for folder in folders:
-        assert not examine_dataset(folder, checksums="all")[1]
+        assert not examine_dataset(folder, reads_all=True)[1]
 
 
 def assert_left(output, *folders):

@@ -216,7 +216,7 @@ def test_a_torn_partition_is_made_again_alone(several, machine, other):
         assert machine.build(several).splits == manifest.splits
         assert machine.made == [key]
         assert machine.plan(several).intact
-    assert examine_dataset(other.download(several), checksums="all")[1] == []
+    assert examine_dataset(other.download(several), reads_all=True)[1] == []
 
 
 def test_a_damaged_copy_is_downloaded_again(several, machine, caplog):
@@ -286,7 +286,7 @@ def test_a_dataset_in_a_mounted_bucket_is_read_by_its_manifest(tmp_path, several
     assert torch.equal(here.gather(numbers).tokens, there.gather(numbers).tokens)
     shard = mounted / ".partitions" / manifest.splits["train"].shards[0].path
     shard.write_bytes(bytes(len(shard.read_bytes())))
-    faults = examine_dataset(folder, checksums="all")[1]
+    faults = examine_dataset(folder, reads_all=True)[1]
     assert faults == [f"{shard}: is damaged: its checksum differs from its record"]
     shard.unlink()
     with pytest.raises(DataError, match=f"^{shard}: is missing"):

@@ -66,7 +66,7 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, caplo
     (folder / "test" / "state.json").unlink()
     with pytest.raises(DataError, match=r"state\.json: is missing"):
         verify_dataset(folder)
-    assert examine_dataset(folder, checksums="all")[1] == [
+    assert examine_dataset(folder, reads_all=True)[1] == [
         f"{folder / 'test' / 'state.json'}: is missing",
         f"{one}: is damaged: its checksum differs from its record",
         f"{gone}: is missing",
@@ -80,7 +80,7 @@ def test_all_faults_are_found_and_the_next_build_mends_only_them(tmp_path, caplo
     # Damage to a file damages its partition, too; a missing link is only linked again.
     anew = {path.parent.name for path, when in made.items() if path.stat().st_mtime_ns != when}
     assert anew == {shard.path.split("/")[0] for shard in (its_shard, shards[-1][1])}
-    assert not examine_dataset(folder, checksums="all")[1]
+    assert not examine_dataset(folder, reads_all=True)[1]
 
 
 def test_a_restored_folder_is_compared_and_one_without_shards_is_damaged(tmp_path, several):

@@ -8,6 +8,7 @@ the loss of the cluster is cured by the same command.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from infini_model.config import DataConfig
 from infini_model.config.locations import is_url
 from infini_model.data.datasets import Datasets
 from infini_model.data.make_partition import Advance
+from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.partitions import PartitionSpec
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import check_device, on_device, usable_device
@@ -225,24 +227,20 @@ def check_node(job: Job) -> None:
         check_mark(job.mark, "use one that all nodes share, or an object store")
 
 
-# What this worker process keeps from one task of its job to the next.
-_prepared: dict[str, tuple[Datasets, Tokenizer]] = {}
-
-
 def make_partition(job: str, spec: str) -> None:
     """Make the partition of a spec, unless it stands; both arguments are JSON."""
     wanted = PartitionSpec.model_validate_json(spec)
-    if job not in _prepared:
-        _prepared[job] = _prepare(Job.model_validate_json(job), wanted)
-    datasets, tokenizer = _prepared[job]
+    datasets, tokenizer = prepare(job, wanted.tokenizer)
     datasets.make(wanted, tokenizer, lambda _: None)
 
 
-def _prepare(job: Job, spec: PartitionSpec) -> tuple[Datasets, Tokenizer]:
+@functools.cache  # for the next tasks of a job
+def prepare(job: str, record: TokenizerRecord) -> tuple[Datasets, Tokenizer]:
     """The datasets and the tokenizer of a job, on a node that has what it needs."""
-    check_node(job)
-    check_device(job.device)
-    datasets, record = datasets_at(job.place), spec.tokenizer
+    common = Job.model_validate_json(job)
+    check_node(common)
+    check_device(common.device)
+    datasets = datasets_at(common.place)
     datasets.remove_leftovers()
     tokenizer = datasets.tokenizers.load(record.fingerprint, record.spec, record.eos_token_id)
-    return datasets, on_device(tokenizer, job.device)
+    return datasets, on_device(tokenizer, common.device)

@@ -16,7 +16,6 @@ import torch
 from corpora import build, files_config, make_texts, shard_bytes, write_files
 
 from infini_model.config import Config, DataConfig
-from infini_model.data import on_ray
 from infini_model.data.build import build_dataset, plan_dataset, requested_dataset
 from infini_model.data.datasets import Datasets
 from infini_model.data.engines import LocalEngine, devices_of
@@ -283,8 +282,7 @@ def test_a_ray_task_that_fits_no_node_is_refused():
         assert str(refused.value).startswith(complaint)
 
 
-def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "_prepared", {})
+def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path):
     raw, place = write_files(tmp_path / "raw", make_texts(3)), tmp_path / "datasets"
     config = files_config(raw / "*")
     wanted = requested_dataset(list_sources(config, tmp_path), config, Datasets(place))

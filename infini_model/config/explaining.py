@@ -132,8 +132,6 @@ NAMES: dict[str, str] = {
     "attn_implementation": "launch.attention_backend",
     "torch_dtype": "training.precision",
     "torch_compile": "launch.compile",
-    "layers": "model.num_hidden_layers",
-    "num_layers": "model.num_hidden_layers",
     "n_layers": "model.num_hidden_layers",
     "n_heads": "model.num_attention_heads",
     "max_eval_samples": "evaluation.max_windows",
@@ -145,14 +143,9 @@ NAMES: dict[str, str] = {
     "lora_dropout": "no layer draws random numbers; training.weight_decay regularises instead",
     # nanotron
     "micro_batch_size": "training.batch_size",
-    "batch_accumulation_per_replica": "training.gradient_accumulation_steps",
     "sequence_length": "packing.context_length",
     "train_steps": "training.max_steps",
     "training.steps": "training.max_steps",
-    "checkpoint_interval": "checkpoint.save_steps",
-    "hf_dataset_or_datasets": "data.source.repository",
-    "text_column_name": "data.source.column",
-    "tokenizer_name_or_path": "data.tokenizer.spec",
 }
 
 HEADING = """# Settings

@@ -94,11 +94,9 @@ class EvalContext:
     def __init__(self, run_dir: Path, dataset_dir: Path, config: Config) -> None:
         """Load the model.
 
-        Raises:
-            CheckpointError: There is no checkpoint, or its vocabulary is too small.
-            ConfigError: The weights of a LoRA run are gone.
-            DataError: The folder is not a dataset, or is damaged.
-            DeviceError: As `load_model`.
+        Raises `CheckpointError` if there is no checkpoint, or its vocabulary is too small;
+        `DataError` if the folder is not a dataset, or is damaged; `ConfigError` if the weights of a
+        LoRA run are gone; `DeviceError` as `load_model`.
         """
         checkpoint = newest_checkpoint(run_dir)
         if checkpoint is None:

@@ -127,11 +127,7 @@ def plot_by_position(
 ) -> Path:
     """Losses by position, and below them what the memory gains, if measured.
 
-    Args:
-        losses: Curves by name.
-        gains: What the first curve gains at positions 1, 2 and so on, with intervals as a band.
-        position: Label of the positions.
-        path: Path of the image.
+    `losses` are curves by name; `gains` are those of the first one at positions 1, 2 and so on.
     """
     labels = ("loss\n(nats per token)", "gain over\nmemory knocked out")
     figure, axes = _figure(position, *labels[: 2 if gains else 1])
@@ -160,13 +156,8 @@ def plot_heat_map(
 ) -> Path:
     """Percentages of right answers as colours: dark is 0, bright is 100 in every picture.
 
-    Args:
-        shares: [depths, lengths], 0 to 1.
-        lengths: Labels of the columns, from short to long.
-        depths: Labels of the rows, in percent.
-        path: Path of the image.
-        title: Title of the picture.
-        trained: Number of columns that are no longer than the sequences of the training.
+    `shares` [depths, lengths] are from 0 to 1; `lengths` are labels, from short to long, and
+    `depths` percentages. The first `trained` lengths are no longer than those of the training.
     """
     size = (8, max(3.5, 1.6 + 0.22 * len(depths)))
     figure, (axis,) = _figure("length of the sequence", "depth of the needle (%)", size=size)

@@ -77,11 +77,8 @@ def evaluate_run(
     is one made with the run's tokenizer; `progress` is called with the number of windows scored and
     the total.
 
-    Raises:
-        CheckpointError: There is no checkpoint or no metrics, the model's vocabulary is smaller
-            than the dataset's, or the loss is not finite.
-        DataError: The folder is not a dataset, or is damaged.
-        UserError: What a task refuses, before another is scored.
+    Raises `CheckpointError` if there are no metrics or the loss is not finite, what `EvalContext`
+    does, and the `UserError` of a task, before another is scored.
     """
     lines = read_metrics(run_dir)
     if not lines:

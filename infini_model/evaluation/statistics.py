@@ -36,12 +36,8 @@ def bootstrap(sums: Any, counts: Any) -> list[Interval]:
     tokens of one document depend on each other (Efron and Tibshirani, An Introduction to the
     Bootstrap, chapter 13).
 
-    Args:
-        sums: [documents, K].
-        counts: [documents, K], or [documents, 1] for all. A column must have a positive sum.
-
-    Returns:
-        K intervals; those of columns that a single document reaches are infinite.
+    `sums` are [documents, K], `counts` too, or [documents, 1] for all; each column must have a
+    positive sum. Of the K intervals those of columns that a single document reaches are infinite.
     """
     sums, counts = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     documents = len(sums)

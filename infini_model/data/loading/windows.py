@@ -112,15 +112,10 @@ class Windows:
         return totals.index_add(0, sources.to(scored.device), scored)
 
     def gather(self, numbers: np.ndarray, keys: np.ndarray | None = None) -> Batch:
-        """Read the windows with these numbers, in order.
+        """Read the windows with these numbers, int64 [B], in order.
 
-        Args:
-            numbers: int64 [B].
-            keys: int64 [B], for `Batch.noise_keys`; by default the numbers.
-
-        Raises:
-            IndexError: A number is out of range.
-            DataError: A shard is missing, damaged, or not the one in the manifest.
+        `keys` int64 [B] are for `Batch.noise_keys`; by default the numbers. Raises `IndexError` for
+        a number out of range, `DataError` as `TokenStream`.
         """
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"{self.name}: has {len(self)} windows, asked for {numbers.max()}")

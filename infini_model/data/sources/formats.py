@@ -64,13 +64,10 @@ def _read_text(
 
 
 class Format(NamedTuple):
-    """A format of files.
+    """A format of files, with their suffixes in lower case.
 
-    Attributes:
-        suffixes: The suffixes of its files, in lower case.
-        cut: The unit of ranges; a compressed file is always read whole.
-        read: The function that reads the rows of a range, as `read_range` gives them.
-        compressed: True if a file may be compressed as a whole.
+    `cut` is the unit of ranges; where a file may be `compressed` as a whole, that is read whole.
+    `read` gives the rows of a range, as `read_range` does.
     """
 
     suffixes: tuple[str, ...]

@@ -95,10 +95,6 @@ def parts_of(context: EvalContext) -> tuple[Part, ...]:
     return tuple(part for part, is_there in has.items() if is_there)
 
 
-def _label(part: Part) -> str:
-    return f"{part} knocked out"
-
-
 class LongDocuments(NamedTuple):
     """A sample of the documents of a split that have at least `segments` whole segments.
 
@@ -221,7 +217,8 @@ def _compared(context: EvalContext) -> Split | None:
 def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     """Long documents, with all parts of the attention and with each knocked out."""
     measured = measure(context, documents)
-    sums = {WHOLE: measured.whole, **{_label(part): x for part, x in measured.without.items()}}
+    knocked_out = {f"{part} knocked out": sums for part, sums in measured.without.items()}
+    sums = {WHOLE: measured.whole, **knocked_out}
     if not all(np.isfinite(each).all() for each in sums.values()):
         raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
     segments, split = documents.segments, documents.split
@@ -299,7 +296,7 @@ def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segmen
     columns = {"Tokens": names, "Perplexity": perplexities(measured.whole)}
     for part, without in measured.without.items():
         gains = measured.over(without - measured.whole, ranges)
-        columns[f"Perplexity, {_label(part)}"] = perplexities(without)
+        columns[f"Perplexity, {part} knocked out"] = perplexities(without)
         columns[f"Gain of the {part}"] = [str(each) for each in gains]
     return table([*columns], zip(*columns.values(), strict=True))
 

@@ -82,10 +82,8 @@ class LmEval(EvaluationTask):
 def load_tasks(settings: LmEvalConfig) -> dict[str, dict[str, Any]]:
     """What the harness loads for each name in `settings.tasks`.
 
-    Raises:
-        UserError: No task is named, or one is unknown or runs code that a model writes.
-        DataError: The documents of a task cannot be read.
-        UnreachableError: They are on the hub, which does not answer.
+    Raises `UserError` if none is named, or one is unknown or runs code that a model writes,
+    `DataError` if documents cannot be read, `UnreachableError` if the hub does not answer.
     """
     if not settings.tasks:
         raise UserError(f"{KEY}.tasks: names no task of the harness; set it to those to run")

@@ -169,15 +169,10 @@ def _section(context: EvalContext, grid: str) -> str:
 
 
 def _advice(context: EvalContext, exact: Mapping[int, Interval]) -> list[str]:
-    """What to do if not everything is found."""
+    """What to do if a memory does not find everything."""
     lost = [length for length, found in exact.items() if found.estimate < FOUND]
-    if not lost:
+    if not lost or context.model.config.memory == "none":
         return []
-    if context.model.config.memory == "none":
-        return [
-            "The model has no memory and finds nothing beyond its window: train with "
-            "`model.memory=residual`."
-        ]
     if exact[min(exact)].estimate < LOST:
         return [
             "Few pass keys are found at any length, as is usual for a model whose training never "
@@ -236,12 +231,9 @@ class Trials:
     def draw(self, multiple: int, number: int) -> tuple[Haystacks, np.ndarray]:
         """Draw trial `number` of the length that is `multiple` times the trained context.
 
-        Returns:
-            The texts, and the number in `settings.depths` of each needle's depth, [N, K]; if K does
-            not divide the number of depths, some occur twice.
-
-        Raises:
-            UserError: The needles and the question are longer than the length.
+        Returns the texts, and the number in `settings.depths` of each needle's depth, [N, K]; if K
+        does not divide the number of depths, some occur twice. Raises `UserError` if the needles
+        and the question are longer than the length.
         """
         settings = self._config.evaluation.passkey
         length = multiple * self._config.packing.context_length
@@ -345,10 +337,8 @@ def ask(model: InfiniLlama, haystacks: Haystacks, rows: int) -> tuple[Tensor, Te
 
     A token is right if it is the likeliest after the question and the right tokens before it. So
     greedy generation gives the whole answer if, and only if, all of its tokens are right. The model
-    must be causal.
-
-    Returns:
-        Of each answer the number of its right tokens, and of all, [N, K] int64 on the CPU.
+    must be causal. Returns the number of right tokens of each answer, and of all its tokens, [N, K]
+    int64 on the CPU.
     """
     device, right = model.lm_head.weight.device, []
     for bodies, questions, answers in zip(

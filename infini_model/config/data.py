@@ -60,12 +60,6 @@ def _is_template(value: str) -> bool:
     )
 
 
-Columns = Annotated[
-    list[NonEmpty],
-    takes(
-        "the column of the messages, or those of question and answer", lambda each: len(each) < 3
-    ),
-]
 Template = Annotated[
     str,
     takes("text with one {content}, and {role} in front of it, or a Jinja template", _is_template),
@@ -127,7 +121,7 @@ class BaseSource(Section):
     learn: Literal["all", "last"] = "all"
     """What of a conversation is learned, if data.source.pairs: all messages of the assistant, or
     the last one alone."""
-    columns: Columns = []
+    columns: Annotated[list[NonEmpty], Field(max_length=2)] = []
     """Names of the columns of conversations, if data.source.pairs: that of the messages, or those
     of the question and the answer. Empty (default) are the usual ones."""
     template: Template | None = None

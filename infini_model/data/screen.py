@@ -332,6 +332,9 @@ def _near_duplicates(
     root: Path, folders: Sequence[Path], minhash: MinHashConfig, pool: Executor
 ) -> dict[int, np.ndarray]:
     """The rows of each partition, uint32 in order, that another document makes needless."""
+    from datatrove.pipeline.dedup.minhash import MinhashDedupBuckets, MinhashDedupCluster
+
+    config = _configured(minhash)
     with (
         storage.named_os_errors(root),
         tempfile.TemporaryDirectory(prefix=f"{storage.TEMPORARY}pairs-", dir=root) as place,
@@ -344,27 +347,15 @@ def _near_duplicates(
             for number, partition in enumerate(folders):
                 signatures = partition / folder.name / "00000.minhash.sig"
                 (folder / f"{number:05d}.minhash.sig").symlink_to(signatures.resolve())
-            tasks.append(pool.submit(_match, minhash, signed, pairs, bucket))
+            match = MinhashDedupBuckets(str(signed), str(pairs), config=config)
+            tasks.append(pool.submit(match.run, None, bucket, minhash.num_buckets))
         for task in tasks:
             task.result()
-        pool.submit(_cluster, minhash, pairs, clusters).result()
+        pool.submit(MinhashDedupCluster(str(pairs), str(clusters), config).run).result()
         files = {number: clusters / f"{number:06d}.remove" for number in range(len(folders))}
         return {
             number: np.fromfile(file, np.uint32) for number, file in files.items() if file.exists()
         }
-
-
-def _match(minhash: MinHashConfig, signed: Path, pairs: Path, bucket: int) -> None:
-    from datatrove.pipeline.dedup.minhash import MinhashDedupBuckets
-
-    step = MinhashDedupBuckets(str(signed), str(pairs), config=_configured(minhash))
-    step.run(None, bucket, minhash.num_buckets)
-
-
-def _cluster(minhash: MinHashConfig, pairs: Path, clusters: Path) -> None:
-    from datatrove.pipeline.dedup.minhash import MinhashDedupCluster
-
-    MinhashDedupCluster(str(pairs), str(clusters), _configured(minhash)).run()
 
 
 def _without(folder: Path, rows: np.ndarray) -> Path:

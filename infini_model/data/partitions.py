@@ -202,7 +202,8 @@ def bucket_small_files(
     small: Sequence[tuple[FileRange, int]], target_bytes: int
 ) -> Iterator[Partition]:
     """Files that are not cut, in groups of at most `target_bytes` unless a group is one file."""
-    hashed = [(_hash(part), part, size) for part, size in small]
+    hashes = (hashlib.sha256(bytes_of(part).encode()).digest() for part, _ in small)
+    hashed = [(int.from_bytes(each), *part) for each, part in zip(hashes, small, strict=True)]
     pending = [(sorted(hashed, key=lambda member: member[0]), HASH_BITS)]
     while pending:
         members, bits = pending.pop()
@@ -214,7 +215,3 @@ def bucket_small_files(
         bit = 1 << (bits - 1)
         pending.append(([member for member in members if member[0] & bit], bits - 1))
         pending.append(([member for member in members if not member[0] & bit], bits - 1))
-
-
-def _hash(part: FileRange) -> int:
-    return int.from_bytes(hashlib.sha256(bytes_of(part).encode()).digest())

@@ -232,11 +232,6 @@ def path_in(schema: pa.Schema, column: str) -> list[str]:
     return path
 
 
-def _column_at(batch: pa.RecordBatch, column: str) -> pa.Array:
-    top, *path = path_in(batch.schema, column)
-    return pc.struct_field(batch.column(top), path) if path else batch.column(top)
-
-
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
     """The columns to read; raises `DataError` that names the file if one is missing or no text."""
     names, column, chats = schema.names, reading.column, reading.conversations
@@ -347,7 +342,8 @@ def _rows(
     """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
     # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
     if reading.conversations is None:
-        array = as_bytes(_column_at(batch, reading.column))
+        top, *path = path_in(batch.schema, reading.column)
+        array = as_bytes(pc.struct_field(batch.column(top), path) if path else batch.column(top))
         if len(array) > 1 and array.nbytes > MAX_OFFSET:
             half = len(array) // 2
             yield from _rows(batch.slice(0, half), reading, address, first_row)

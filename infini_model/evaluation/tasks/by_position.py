@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 
 from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.loading.windows import Batch, sample_windows
@@ -109,13 +108,6 @@ class LongDocuments(NamedTuple):
     segments: int
     segment_length: int
 
-    def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """The segments of these documents and the token after each: [B, segments, L + 1]."""
-        length = self.segments * self.segment_length
-        tokens = self.stream.gather(self.starts[numbers], length + 1).astype(np.int64)
-        rows = sliding_window_view(tokens, self.segment_length + 1, axis=1)
-        return rows[:, :: self.segment_length]
-
 
 class Measurement(NamedTuple):
     """Loss sums in nats and their counts, by document and segment: float64 [documents, segments].
@@ -197,13 +189,14 @@ def _score(
     context: EvalContext, documents: LongDocuments, numbers: np.ndarray
 ) -> list[list[list[float]]]:
     """The fields of a `Measurement` of these documents, one by one: [B, segments] each."""
-    rows = np.ascontiguousarray(documents.rows(numbers))
-    keys = torch.from_numpy(documents.starts[numbers])
-    batch = Batch(torch.from_numpy(rows), None, None, keys)
+    starts, length = documents.starts[numbers], documents.segment_length
+    tokens = documents.stream.gather(starts, documents.segments * length + 1).astype(np.int64)
+    # Each segment, and the token after it: [B, segments, L + 1].
+    rows = torch.from_numpy(tokens).unfold(1, length + 1, length).contiguous()
+    batch = Batch(rows, None, None, torch.from_numpy(starts))
     whole, counts = context.scorer.losses(batch)
     found = [counts, whole, *(context.scorer.losses(batch, part)[0] for part in parts_of(context))]
-    shape = (*rows.shape[:2], documents.segment_length)
-    return [each.reshape(shape).sum(2).tolist() for each in found]
+    return [each.reshape(*rows.shape[:2], length).sum(2).tolist() for each in found]
 
 
 def _compared(context: EvalContext) -> Split | None:

@@ -13,6 +13,7 @@ from infini_model.config import SampleConfig
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
+from infini_model.data.tokenizers.stated import END_OF_TEXT
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, ByteTokenizer
 from infini_model.evaluation.prompt import Conversation, continue_prompt, decode_pieces
 from infini_model.model.llama import InfiniLlama
@@ -20,9 +21,11 @@ from infini_model.runtime.errors import UserError
 
 BYTES = ByteTokenizer()
 PAIRS = train_tokenizer([["über die Größe der Erde ", "the stone under the river "]], 300)
+# Hypothesis draws constants of the code as well; the end of text is left out at the end of a text.
+texts = st.text().filter(lambda text: END_OF_TEXT[0] not in text)
 
 
-@given(st.sampled_from([BYTES, PAIRS]), st.text(), st.text())
+@given(st.sampled_from([BYTES, PAIRS]), texts, texts)
 def test_pieces_join_to_the_text(tokenizer, prompt, text):
     before, new = (tokenizer.encode_batch([t]).ids.tolist() for t in (prompt, text))
     pieces = list(decode_pieces(tokenizer, before, new))

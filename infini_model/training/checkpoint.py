@@ -45,7 +45,6 @@ from infini_model.runtime.storage import (
     MANIFEST,
     atomic_folder,
     dump_json,
-    named_os_errors,
     sha256,
 )
 from infini_model.training.distributed import World
@@ -205,25 +204,23 @@ def save_checkpoint(
     target = run_dir / step_key(state.step)
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[str, Places] | None:
+        def begin() -> tuple[str, Places]:
             if not writers.is_main:
-                return None
+                return "", {}
             folder = stack.enter_context(atomic_folder(target))
-            with named_os_errors(target):
-                save_tensors(snapshot.generators, folder / GENERATORS)
-                state.write(folder)
-                return str(folder), _lay_out(folder, snapshot, tokens, adapter)
+            save_tensors(snapshot.generators, folder / GENERATORS)
+            state.write(folder)
+            return str(folder), _lay_out(folder, snapshot, tokens, adapter)
 
-        begun = together(writers, begin)[0]
-        name, places = writers.broadcast(lambda: begun or ("", {}))
-        with named_os_errors(target):
-            rows = snapshot.parameters | snapshot.moments
-            sums = write_together(writers, Path(name), places, rows)
-            if writers.is_main:
-                files = {path for path in Path(name).rglob("*") if path.is_file()}
-                for path in files - {Path(name, file) for file in sums}:
-                    sums[path.relative_to(name).as_posix()] = sha256(path)
-                dump_json(Path(name, MANIFEST), {"sha256": sums})
+        begun = together(writers, target, begin)[0]
+        name, places = writers.broadcast(lambda: begun)
+        rows = snapshot.parameters | snapshot.moments
+        sums = write_together(writers, target, Path(name), places, rows)
+        if writers.is_main:
+            found = [path for path in Path(name).rglob("*") if path.is_file()]
+            files = {path.relative_to(name).as_posix() for path in found}
+            sums |= {file: sha256(Path(name, file)) for file in files - {*sums}}
+            dump_json(Path(name, MANIFEST), {"sha256": sums})
     if writers.is_main:
         prune_checkpoints(run_dir, keep)
     return target

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.storage import sha256
+from infini_model.runtime.storage import named_os_errors, sha256
 from infini_model.training.distributed import World
 
 T = TypeVar("T")
@@ -75,9 +75,9 @@ def lay_out(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def write_together(
-    world: World, folder: Path, places: Places, rows: Mapping[str, Rows]
+    world: World, target: Path, folder: Path, places: Places, rows: Mapping[str, Rows]
 ) -> dict[str, str]:
-    """Write what all ranks hold to the files of `folder`, and flush it to disk.
+    """Write what all ranks hold to the files of `folder`, to become `target`, and flush it to disk.
 
     Call it on all ranks, with the same `places` and names of `rows`. Returns the SHA-256 of each
     file, on all ranks. Raises `UserError` on all ranks if one of them cannot write.
@@ -89,7 +89,7 @@ def write_together(
             _write(folder, places, rows.__getitem__)
         return is_here
 
-    sees = together(world, write)
+    sees = together(world, target, write)
     for source, is_there in enumerate(sees):
         if not is_there and world.rank in (0, source):
             _relay(world, source, folder, places, rows)
@@ -101,7 +101,8 @@ def write_together(
         own = list(places)[readers.index(world.rank) :: len(readers)]
         return {name: sha256(folder / name) for name in own}
 
-    return {name: sum_ for found in together(world, hash_own) for name, sum_ in found.items()}
+    found = together(world, target, hash_own)
+    return {name: checksum for each in found for name, checksum in each.items()}
 
 
 def _write(folder: Path, places: Places, rows_of: Callable[[str], Rows]) -> None:
@@ -142,14 +143,15 @@ def _relay(
             passed_on(tensor)
 
 
-def together(world: World, work: Callable[[], T]) -> list[T]:
+def together(world: World, path: Path, work: Callable[[], T]) -> list[T]:
     """Do `work`, which returns JSON, on all ranks; return what it returns on each.
 
-    Raises a `UserError` of one rank on all of them.
+    Raises the `UserError` of a rank on all of them, as where `path` cannot be written.
     """
     result, error = None, None
     try:
-        result = work()
+        with named_os_errors(path):
+            result = work()
     except UserError as caught:
         error = caught
     said = world.all_gather_text(json.dumps([result, error and str(error)]))

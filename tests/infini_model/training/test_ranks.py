@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from trainings import on_two_ranks
+from trainings import on_ranks, on_two_ranks
 
 from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import read_manifest
@@ -89,6 +89,21 @@ def test_a_training_does_not_begin_with_another_dataset(dataset, make_config, tm
     manifest.write_text(manifest.read_text().replace(key, "f" * len(key)))
     with pytest.raises(Exception, match=re.escape(f"dataset is '{key}' on the first machine")):
         on_two_ranks(train_on, config, [dataset, other], tmp_path / "run")
+
+
+def test_shards_of_each_machine_need_machines_of_one_size(dataset, make_config, tmp_path):
+    config = make_config(launch={"strategy": "hsdp"})
+    message = (
+        "launch.strategy: hsdp needs the same number of processes on every machine, not 1 and 2"
+    )
+    with pytest.raises(Exception, match=message):
+        on_ranks(3, train_on_two_machines, config, dataset, tmp_path / "run")
+
+
+def train_on_two_machines(config, dataset, run_dir):
+    """Train with two ranks on the first machine and one on the second."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if int(os.environ["RANK"]) < 2 else "1"
+    train(config, dataset, run_dir)
 
 
 def train_on(config, datasets, run_dir):

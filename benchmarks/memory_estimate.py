@@ -22,7 +22,7 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import resolve_precision
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
-from infini_model.training.memory_estimate import estimate_memory, layers_to_recompute
+from infini_model.training.memory_estimate import estimate_memory
 from infini_model.training.optimizer import make_optimizer
 
 Tree = dict[str, Any]
@@ -93,7 +93,8 @@ def peak_of_step(config: Config) -> int:
     rows, length = config.training.batch_size, config.packing.context_length
     with FakeTensorMode():
         model = InfiniLlama(config.model, attention_backend=config.launch.attention_backend)
-        model.model.recomputed_layers = layers_to_recompute(config)[0]
+        layers = config.model.num_hidden_layers
+        model.model.recomputed_layers = config.launch.may_recompute(layers)[0]
         module, optimizer = LossModule(model, objective), make_optimizer(model, config.training)
         tokens = torch.randint(config.model.vocab_size or 0, (rows, 1, length + 1))
         batch = Batch(tokens, None, None, torch.arange(rows))

@@ -6,7 +6,7 @@ They are named after Hugging Face's `TrainingArguments`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
@@ -225,6 +225,12 @@ class LaunchConfig(Section):
             yield "num_nodes needs launcher=local; on Ray nodes is their number"
         elif self.gpus not in ("auto", "all", "cpu"):
             yield f"gpus {self.gpus} needs launcher=local; Ray chooses the GPUs of a node"
+
+    def may_recompute(self, layers: int) -> Sequence[int]:
+        """The numbers of `layers` that may be recomputed: the one that is set, or all from 0 on."""
+        if self.gradient_checkpointing == "auto":
+            return range(layers + 1)
+        return [layers if self.gradient_checkpointing is True else self.gradient_checkpointing]
 
     @property
     def node_range(self) -> tuple[int, int]:

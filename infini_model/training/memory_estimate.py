@@ -177,7 +177,7 @@ def estimate_memory(
     shards = _shards(config, processes, local or processes)
     gradients, moments = sum(parameters.trained) // shards, sum(parameters.moments) // shards
     if recomputed is None:
-        recomputed = layers_to_recompute(config)[0]
+        recomputed = config.launch.may_recompute(config.model.num_hidden_layers)[0]
     taken = _activations(config, parameters, device, recomputed, is_sharded=shards > 1)
     if shards > 1:
         # Two layers and all that is outside them, of which half has a gradient to be reduced.
@@ -191,14 +191,6 @@ def estimate_memory(
 def _shards(config: Config, processes: int, local: int) -> int:
     """The processes among which model and optimizer are divided."""
     return {"ddp": 1, "fsdp": processes, "hsdp": local}[config.launch.strategy]
-
-
-def layers_to_recompute(config: Config) -> Sequence[int]:
-    """The numbers of layers that may be recomputed: one if it is set, else all, none first."""
-    setting, layers = config.launch.gradient_checkpointing, config.model.num_hidden_layers
-    if setting == "auto":
-        return range(layers + 1)
-    return [layers if setting is True else min(setting, layers)]
 
 
 def _activations(
@@ -239,7 +231,7 @@ def _activations(
     if products == HALF and training.lora is None and not is_sharded:
         kept += parameters.layer // 2  # its weights in 16 bits, which FSDP gathers again
     # The first layers are recomputed one by one, when the backward pass is through the others.
-    kept = max(1, layers - recomputed) * kept + recomputed * rows * hidden * FLOAT
+    kept = max(1, layers - recomputed) * kept + min(layers, recomputed) * rows * hidden * FLOAT
     logits = min(tokens * (model.vocab_size or 0), LOGITS_AT_ONCE)
     return kept + logits * (FLOAT + FLOAT - products) + 2 * tokens * hidden * FLOAT
 
@@ -265,7 +257,7 @@ class Need:
     def of(cls, config: Config, machine: Machine) -> Need:
         """The need of a training whose `config.model` is that of the model itself."""
         copy, sizes = _copied(config, machine), (machine.processes, machine.device, machine.local)
-        for recomputed in layers_to_recompute(config):
+        for recomputed in config.launch.may_recompute(config.model.num_hidden_layers):
             process = estimate_memory(config, *sizes, recomputed)
             need = cls(process, copy, machine, recomputed)
             if not need.shortage(KEPT):

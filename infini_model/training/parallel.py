@@ -36,7 +36,6 @@ from infini_model.objectives.objective import Inputs, LossModule, Objective
 from infini_model.objectives.scoring import Scorer
 from infini_model.runtime.errors import ConfigError
 from infini_model.training.distributed import World
-from infini_model.training.memory_estimate import layers_to_recompute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,7 +189,8 @@ def build_module(
         module = shard_model(model, objective, world, strategy, dtype)
     else:
         module = LossModule(model, objective)
-    module.model.model.recomputed_layers = layers_to_recompute(config)[0]
+    layers = config.model.num_hidden_layers
+    module.model.model.recomputed_layers = config.launch.may_recompute(layers)[0]
     return module
 
 

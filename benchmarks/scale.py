@@ -36,7 +36,7 @@ from benchmarks.report import Cell, publish, run, spread
 from infini_model.__main__ import OBJECTS_BETWEEN_COLLECTIONS
 from infini_model.config import MEBIBYTE, Config
 from infini_model.data.build import plan_dataset, requested_dataset
-from infini_model.data.datasets import RECORD, make_manifest
+from infini_model.data.datasets import RECORD
 from infini_model.data.manifest import LATEST, SPLITS, Shard, read_manifest
 from infini_model.data.partitions import PartitionRecord
 from infini_model.data.sources.files import FileRange, Listing, SourceFile
@@ -121,12 +121,7 @@ def shard(config: Config, listing: Listing, folder: Path) -> Seconds:
         return {key: parse_record(content, ADDRESS, PartitionRecord) for key, content in named}
 
     made = _timed(seconds, "read records", records)
-    record = wanted.sources[0].common.tokenizer
-    manifest = _timed(
-        seconds,
-        "make manifest",
-        lambda: make_manifest(data.name, wanted.keys, record, made, 0.0),
-    )
+    manifest = _timed(seconds, "make manifest", lambda: wanted.manifest(made, 0.0))
     _timed(seconds, "write it", lambda: datasets.write(manifest, wanted.tokenizer))
     return seconds
 

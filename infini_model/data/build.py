@@ -12,22 +12,25 @@ import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from infini_model.config import MEBIBYTE, Config, DataConfig
 from infini_model.config.locations import is_url
 from infini_model.config.tree import MODEL_SPEC
-from infini_model.data.datasets import (
-    Build,
-    Datasets,
-    build_lock,
-    dataset_key,
-    make_manifest,
-    register_build,
-)
+from infini_model.data.datasets import Build, Datasets, build_lock, register_build
 from infini_model.data.engines import Engine, make_engine
 from infini_model.data.make_partition import id_dtype
-from infini_model.data.manifest import PARTITIONS, SPLITS, Manifest, TokenizerRecord
+from infini_model.data.manifest import (
+    FORMAT_VERSION,
+    PARTITIONS,
+    SPLITS,
+    CorpusRecord,
+    Manifest,
+    Split,
+    SplitRecord,
+    TokenizerRecord,
+)
 from infini_model.data.partitions import (
     CommonSpec,
     Partition,
@@ -43,13 +46,16 @@ from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, sample_of
 from infini_model.data.tokenizers.trained import PinnedTokenizer, dataset_tokenizer
-from infini_model.runtime import storage
+from infini_model.runtime import machine, storage
 from infini_model.runtime.errors import DataError, UnreachableError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.records import Record, write_record
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
+
+# Those on which the content of a dataset may depend.
+PACKAGES = ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken")
 
 
 def write_listing(listing: Listing, config: DataConfig, datasets_dir: Path) -> Path:
@@ -86,12 +92,13 @@ class RequestedSource:
 class RequestedDataset:
     """The dataset that a configuration asks for, to be among `datasets`.
 
-    `keys` are those of the partitions of each source, sorted. `pin` is that of a tokenizer that was
-    trained for an earlier dataset of this name. `build` is what the dataset is made from, as it is
-    noted before it is made.
+    `keys` are those of the partitions of each source, sorted, and `key` is a hash of them, in
+    hexadecimal. `pin` is that of a tokenizer that was trained for an earlier dataset of this name.
+    `build` is what the dataset is made from, as it is noted before it is made.
     """
 
     datasets: Datasets
+    name: str
     folder: Path
     key: str
     tokenizer: Tokenizer
@@ -109,6 +116,49 @@ class RequestedDataset:
             if key in keys
         }
         return [common.spec(key, partition) for key, (common, partition) in wanted.items()]
+
+    def manifest(self, records: Mapping[str, PartitionRecord], seconds: float) -> Manifest:
+        """The manifest of the finished partitions, in the order of the token stream.
+
+        `seconds` is how long it took to make those that were missing.
+        """
+        by_source = {name: [records[key] for key in keys] for name, keys in self.keys.items()}
+        listed = [*itertools.chain.from_iterable(by_source.values())]
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            name=self.name,
+            key=self.key,
+            partitions=self.build.partitions,
+            corpus=CorpusRecord(
+                documents=sum(record.documents for record in listed),
+                bytes=sum(record.bytes for record in listed),
+                skipped=sum(record.skipped for record in listed),
+            ),
+            conversations=[each.name for each in self.sources if each.common.reading.conversations],
+            tokenizer=self.sources[0].common.tokenizer,
+            splits={split: _split_record(split, by_source) for split in SPLITS},
+            versions=machine.package_versions(*PACKAGES),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(seconds, 3),
+        )
+
+
+def _split_record(split: Split, records: Mapping[str, Sequence[PartitionRecord]]) -> SplitRecord:
+    shards = [
+        shard for each in records.values() for record in each for shard in record.shards[split]
+    ]
+    sources = {
+        name: sum(len(record.shards[split]) for record in each) for name, each in records.items()
+    }
+    return SplitRecord(
+        sources={} if "" in sources else sources,
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        shards=[
+            replace(shard, file=f"data-{number:05d}-of-{len(shards):05d}.arrow")
+            for number, shard in enumerate(shards)
+        ],
+    )
 
 
 def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) -> RequestedDataset:
@@ -151,16 +201,21 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
         common = CommonSpec(reading, record, config.splits)
         sources.append(RequestedSource(name, files[name], common, common.keyed(partitions[name])))
     keys = {each.name: [key for key, _ in each.partitions] for each in sources}
-    key, needed = dataset_key(keys), [*itertools.chain.from_iterable(keys.values())]
+    # Names of sources belong to the key: by them a training weighs what it reads.
+    key = storage.content_key(keys.get("", keys))
     return RequestedDataset(
         datasets=datasets,
+        name=config.name,
         folder=datasets.folder / f"{config.name}-{key[:16]}",
         key=key,
         tokenizer=tokenizer,
         pin=pin,
         sources=sources,
         keys=keys,
-        build=Build(listing=listing_file(listing, config.name), partitions=needed),
+        build=Build(
+            listing=listing_file(listing, config.name),
+            partitions=[*itertools.chain.from_iterable(keys.values())],
+        ),
     )
 
 
@@ -197,19 +252,9 @@ def build_dataset(
             began = time.monotonic()
             engine = make_engine(config, wanted.tokenizer)
             what = f"dataset {datasets.place}/{name}"
-            keys = wanted.build.partitions
-            records = make_partitions(wanted, keys, what, engine, progress)
+            records = make_partitions(wanted, wanted.build.partitions, what, engine, progress)
             _check_documents(wanted, records)
-            manifest = make_manifest(
-                config.name,
-                wanted.keys,
-                wanted.sources[0].common.tokenizer,
-                records,
-                time.monotonic() - began,
-                conversations=[
-                    each.name for each in wanted.sources if each.common.reading.conversations
-                ],
-            )
+            manifest = wanted.manifest(records, time.monotonic() - began)
             datasets.write(manifest, wanted.tokenizer)
         datasets.point_latest(name)
     _warn_of_separator(wanted, manifest)

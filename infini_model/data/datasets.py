@@ -8,36 +8,23 @@ dataset is a folder `<name>-<key>/`: its manifest, links to the shards of its pa
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
 from infini_model.data.make_partition import Advance, features, make_partition, write_shard
-from infini_model.data.manifest import (
-    ASSEMBLED,
-    FORMAT_VERSION,
-    LATEST,
-    PARTITIONS,
-    SPLITS,
-    CorpusRecord,
-    Manifest,
-    Split,
-    SplitRecord,
-    TokenizerRecord,
-)
+from infini_model.data.manifest import ASSEMBLED, LATEST, PARTITIONS, SPLITS, Manifest
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.data.verify import find_faults, verify_dataset
-from infini_model.runtime import machine, storage
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.records import Record, read_record, write_record
@@ -46,8 +33,6 @@ log = logging.getLogger(__name__)
 
 RECORD = "partition.json"
 EMPTY_SHARD = "data-00000-of-00001.arrow"
-# Those on which the content of a dataset may depend.
-PACKAGES = ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken")
 
 
 class Datasets:
@@ -176,67 +161,6 @@ def no_latest(place: str) -> DataError:
     """The error to raise if there are no datasets in a folder or at an address."""
     return DataError(
         f"{place}/{LATEST}: there is no finished dataset yet; run the preprocess stage first"
-    )
-
-
-def make_manifest(
-    name: str,
-    keys: Mapping[str, Sequence[str]],
-    tokenizer: TokenizerRecord,
-    records: Mapping[str, PartitionRecord],
-    seconds: float,
-    *,
-    conversations: Sequence[str] = (),
-) -> Manifest:
-    """The manifest of a dataset of these partitions, in the order of the token stream.
-
-    `keys` are those of the partitions of each source, and `records` theirs by key. `seconds` is how
-    long it took to make those that were missing; `conversations` are the sources of these.
-    """
-    by_source = {name: [records[key] for key in each] for name, each in keys.items()}
-    listed = [record for each in by_source.values() for record in each]
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        name=name,
-        key=dataset_key(keys),
-        partitions=[key for each in keys.values() for key in each],
-        corpus=CorpusRecord(
-            documents=sum(record.documents for record in listed),
-            bytes=sum(record.bytes for record in listed),
-            skipped=sum(record.skipped for record in listed),
-        ),
-        conversations=list(conversations),
-        tokenizer=tokenizer,
-        splits={split: _split_record(split, by_source) for split in SPLITS},
-        versions=machine.package_versions(*PACKAGES),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=round(seconds, 3),
-    )
-
-
-def dataset_key(keys: Mapping[str, Sequence[str]]) -> str:
-    """The key of a dataset, in hexadecimal: a hash of the sorted keys of its sources' partitions.
-
-    Names of sources belong to it: by them a training weighs what it reads.
-    """
-    return storage.content_key(list(keys[""]) if "" in keys else {n: [*k] for n, k in keys.items()})
-
-
-def _split_record(split: Split, records: Mapping[str, Sequence[PartitionRecord]]) -> SplitRecord:
-    shards = [
-        shard for each in records.values() for record in each for shard in record.shards[split]
-    ]
-    sources = {
-        name: sum(len(record.shards[split]) for record in each) for name, each in records.items()
-    }
-    return SplitRecord(
-        sources={} if "" in sources else sources,
-        documents=sum(shard.documents for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        shards=[
-            dataclasses.replace(shard, file=f"data-{number:05d}-of-{len(shards):05d}.arrow")
-            for number, shard in enumerate(shards)
-        ],
     )
 
 

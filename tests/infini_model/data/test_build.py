@@ -21,7 +21,6 @@ from tokenizers import Tokenizer as Reference
 from infini_model.config import DataConfig, FilesSource, SplitsConfig
 from infini_model.data import make_partition
 from infini_model.data.build import build_dataset
-from infini_model.data.datasets import dataset_key
 from infini_model.data.loading import stream
 from infini_model.data.loading.stream import count_duplicates, open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
@@ -36,6 +35,7 @@ from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.verify import verify_dataset
 from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.storage import content_key
 
 THIRDS = {"train": 0.5, "validation": 0.25, "test": 0.25}
 
@@ -188,7 +188,7 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     assert spec.key == "7e84fb46fddfa39589df961f6810fb4f"
     assert "bos_token_id" not in spec.tokenizer.model_dump()
     whole = "ee9fad3730a2b3d0368e064d05f4b981e7cfac3cdc6fd1afa56e893fe024a696"
-    assert dataset_key({"": [spec.key]}) == whole
+    assert content_key([spec.key]) == whole
 
 
 def test_one_file_more_makes_its_own_partition_and_renaming_or_moving_none(tmp_path, several):
@@ -218,6 +218,7 @@ def test_no_text_is_read_for_what_stands(tmp_path, small):
     first = build_dataset(listing, small, tmp_path)
     (tmp_path / "a.parquet").unlink()
     assert build_dataset(listing, small, tmp_path) == first
+    assert first.key == content_key(first.partitions)
 
 
 def test_a_torn_partition_is_made_again_alone(tmp_path, several):

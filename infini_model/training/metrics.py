@@ -39,22 +39,15 @@ RULE = "=" * 46
 # Losses that a spike is compared with, at least and at most.
 FEWEST_LOSSES, MOST_LOSSES = 16, 64
 
-# Dense bfloat16 peak of a GPU in TFLOP/s, by words in its name; the first match counts. From the
-# vendors' data sheets.
+# Dense bfloat16 peak of a GPU in TFLOP/s, by a pattern of words in its name; the first that matches
+# counts. From the vendors' data sheets.
 PEAK_TERAFLOPS = {
-    "GB300": 2500.0,
-    "GB200": 2500.0,
-    "B300": 2250.0,
-    "B200": 2250.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "H100 NVL": 835.0,
+    "GB[23]00": 2500.0,
+    "B[23]00": 2250.0,
+    "H[12]00 NVL": 835.0,
     "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
+    "H[128]00|GH200": 989.0,
+    "A[18]00": 312.0,
     "L40S": 362.0,
     "L40": 181.0,
     "L4": 121.0,
@@ -175,7 +168,7 @@ def peak_flops(device_name: str) -> float | None:
     if " MIG " in device_name:
         return None
     for words, tera in PEAK_TERAFLOPS.items():
-        if re.search(rf"\b{words}\b", device_name):
+        if re.search(rf"\b({words})\b", device_name):
             return tera * 1e12
     return None
 

@@ -121,8 +121,12 @@ def _run(config: Config, secret: str | None, prefect: Service, mlflow: Service) 
         threading.Thread(target=reconcile_for_ever, args=(config, say), daemon=True).start()
         addresses = {"api_url": os.environ["PREFECT_API_URL"], "mlflow_url": mlflow.url}
         write_json(home / "serve.json", addresses)
-        file = None if secret is None else secret_file(home)
-        _print_addresses(prefect, _experiment_page(mlflow, config, secret), file)
+        say(f"Prefect UI  {prefect.url}/v2")
+        say(f"MLflow      {_experiment_page(mlflow, config, secret)}")
+        say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
+        if secret is not None:
+            say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret_file(home)})"')
+        say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops all.")
         with deferred_signals() as signals:
             try:
                 while not signals:
@@ -142,15 +146,6 @@ def _experiment_page(mlflow: Service, config: Config, secret: str | None) -> str
         return page_url(base, get(url, secret).json()["experiment"]["experiment_id"])
     except (UnreachableError, ValueError, KeyError):
         return base
-
-
-def _print_addresses(prefect: Service, mlflow_page: str, secret_in: Path | None) -> None:
-    say(f"Prefect UI  {prefect.url}/v2")
-    say(f"MLflow      {mlflow_page}")
-    say(f"Other programs:  export PREFECT_API_URL={prefect.url}/api")
-    if secret_in:
-        say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret_in})"')
-    say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops everything.")
 
 
 def _stop_flow_runs(engines: Path, signals: Sequence[int]) -> None:

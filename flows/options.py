@@ -30,16 +30,10 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """An option of the command line.
+    """An option of the command line, perhaps a short name for the setting `key`.
 
-    Attributes:
-        help: Its line in the help; one without is taken for the guides' sake, and not listed.
-        key: The setting for which it is a short name, if it is one.
-        value: What a flag sets there.
-        used_by: The commands that have it; None is all.
-        kind: The type of its value.
-        names: How it is written, unless it is by its own name.
-        metavar: What stands for its value in the help.
+    One without `help` is taken for the guides' sake, and not listed. `value` is what a flag sets,
+    `kind` the type of all other values. `used_by` are the commands that have it; None is all.
     """
 
     help: str = ""

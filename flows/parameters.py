@@ -294,30 +294,24 @@ def _parameter(name: str, schema: Tree, description: str) -> Any:
 
 def _annotations(flow_name: str) -> dict[str, Any]:
     presets: Tree = {"type": "string", "enum": list(preset_names())}
-    advanced = _json_editor(_tree_schema())
-    annotations = {
-        "preset": _parameter(
-            "preset",
-            presets,
-            "Laid over the settings of the run; empty for the run's own."
-            if flow_name in EVALUATE
-            else "Source of all settings left empty. stable, a remedy for NaN losses, applies over "
-            "quickstart.",
-        )
-    }
+    about = (
+        "Laid over the settings of the run; empty for the run's own."
+        if flow_name in EVALUATE
+        else "Source of all settings left empty. stable, a remedy for NaN losses, applies over "
+        "quickstart."
+    )
+    annotations = {"preset": _parameter("preset", presets, about)}
     for name in settings_of(flow_name):
         key, _, own = SETTINGS[name]
         schema = _schema_at(key)
         description = schema.pop("description")
         annotations[name] = _parameter(name, schema, own or description)
-    return annotations | {
-        "advanced": _parameter(
-            "advanced",
-            advanced,
-            "Any other settings, applied over the preset, as JSON such as "
-            '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.',
-        ),
-    }
+    about = (
+        "Any other settings, applied over the preset, as JSON such as "
+        '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.'
+    )
+    annotations["advanced"] = _parameter("advanced", _json_editor(_tree_schema()), about)
+    return annotations
 
 
 def _signature(flow_name: str, annotations: Mapping[str, Any], empty: Any) -> inspect.Signature:

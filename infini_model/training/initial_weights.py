@@ -28,12 +28,9 @@ ADVICE = "choose another run.name or folder"
 class InitialWeights(Record):
     """The weights that `model.initial_weights` names.
 
-    Attributes:
-        commit: Of the repository on the hub; None for a folder.
-        folder: Where config.json and the safetensors files are.
-        fingerprint: Of the content of these files: the same for a repository and a copy of it.
-        model: Shape of the model that begins from them.
-        tokenizer: What they were trained with; None if their folder does not say.
+    `commit` is that of the repository on the hub; None for a folder. `fingerprint` is that of the
+    config.json and the safetensors files in `folder`, the same for a repository and a copy of it.
+    `tokenizer`, what they were trained with, is None if their folder does not say.
     """
 
     name: str
@@ -61,16 +58,12 @@ class InitialWeights(Record):
 def find_initial_weights(config: Config, progress: OnProgress | None = None) -> InitialWeights:
     """Fetch and check `model.initial_weights`; of the weights only the headers are read.
 
-    The files are read once for their checksums, which are kept. `progress(done, total)`
-    counts the bytes of a download.
+    The files are read once for their checksums, which are kept. `progress(done, total)` counts the
+    bytes of a download.
 
-    Raises:
-        ConfigError: There is no such folder, the tokenizer has more tokens than the embedding, or
-            the model is bidirectional and the objective causal.
-        CheckpointError: It is of another kind, or a tensor is missing, misshapen or quantised.
-        DataError: The hub has no such repository, revision or safetensors, or refuses them.
-        UnreachableError: The hub does not answer.
-        UserError: The disk is full.
+    Raises as `fetch_folder` does, `ConfigError` for weights that the settings do not fit,
+    `CheckpointError` for those of another kind and for a tensor that is missing, misshapen or
+    quantised, and `UserError` on a full disk.
     """
     # Imported late, as torch takes seconds to load and flows only need the record.
     from infini_model.data.tokenizers.load import tokenizer_of, why_none

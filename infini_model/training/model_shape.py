@@ -17,12 +17,9 @@ class UnknownShapeError(LookupError):
 def known_shape(config: Config) -> Config:
     """`config` with the model that it trains, as far as the settings alone say.
 
-    A tokenizer that is yet to be trained counts with the size that it is asked for.
-
-    Raises:
-        UnknownShapeError: The model's shape comes with weights, or its vocabulary with a tokenizer,
-            that have not been read yet.
-        ConfigError: As `with_objective` does.
+    A tokenizer that is yet to be trained counts with the size that it is asked for. Raises
+    `UnknownShapeError` if weights or a tokenizer would have to be read first, and as
+    `with_objective` does.
     """
     if config.model.initial_weights is not None:
         name = config.model.initial_weights

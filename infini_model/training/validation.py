@@ -37,11 +37,8 @@ def validate_split(
 ) -> Tensor | None:
     """Loss sums and target counts of a sample of the split, the same on all ranks.
 
-    `is_stopped` is called after each batch on all ranks; if true, validation stops and returns
-    None.
-
-    Returns:
-        By source and segment of the window, [sources, 2, S] float64 on the CPU.
+    They are by source and segment of the window, [sources, 2, S] float64 on the CPU. `is_stopped`
+    is called after each batch on all ranks; if true, validation stops and returns None.
     """
     totals: Tensor | None = None
     windows, world, most = setup.windows(split), setup.world, setup.config.evaluation.max_windows

@@ -227,10 +227,4 @@ def _servers(config: Config) -> Iterator[Finding]:
 
 def examine(config: Config) -> list[Finding]:
     """Check versions, devices, disk, ports and servers, without changing anything."""
-    return [
-        *_versions(),
-        *_devices(),
-        _training(config),
-        *_disks(config),
-        *_servers(config),
-    ]
+    return [*_versions(), *_devices(), _training(config), *_disks(config), *_servers(config)]

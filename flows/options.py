@@ -68,7 +68,7 @@ _ESTIMATED = (*_TRAIN, "doctor")
 # What decides how many windows the first batch has, which `show` prints.
 _BATCHED = (*_ESTIMATED, "show")
 _DEVICES = (*_MODEL, "preprocess", "doctor")
-_sampling = functools.partial(Option, used_by=_WRITE)
+_training = functools.partial(Option, used_by=_TRAIN)
 # In the order of the help. What a few of them set depends on more than their value: see
 # `_single_keys`, `_devices` and `_data`.
 OPTIONS = {
@@ -118,10 +118,9 @@ OPTIONS = {
         used_by=(*_MODEL, "doctor"),
         kind=bool,
     ),
-    "tensorboard_dir": Option(
+    "tensorboard_dir": _training(
         "Folder for TensorBoard logs.",
         key="logging.tensorboard_dir",
-        used_by=_TRAIN,
         names=("--tensorboard-dir", "-t"),
     ),
     "skip_preprocessing": Option("Use the newest finished dataset.", used_by=_FLOWS, kind=bool),
@@ -132,19 +131,14 @@ OPTIONS = {
         used_by=_BATCHED,
         kind=int | None,
     ),
-    "max_steps": Option(
-        "Total optimizer steps.", key="training.max_steps", used_by=_TRAIN, kind=int | None
-    ),
+    "max_steps": _training("Total optimizer steps.", key="training.max_steps", kind=int | None),
     "tasks": Option(
         "What to measure, separated by commas, such as loss,sample.",
         key="evaluation.tasks",
         used_by=("run", "evaluate"),
     ),
-    "force": Option(
-        "Train even if the memory estimate says it cannot fit.",
-        key="launch.force",
-        used_by=_TRAIN,
-        kind=bool,
+    "force": _training(
+        "Train even if the memory estimate says it cannot fit.", key="launch.force", kind=bool
     ),
     "debug": Option(
         "Enable debug logs and checks; the default preset is then debug.",
@@ -152,38 +146,27 @@ OPTIONS = {
         used_by=(*_FLOWS, *_WRITE, "doctor"),
         kind=bool,
     ),
-    "use_gpu_dataloader": Option(used_by=_TRAIN, kind=bool),
+    "use_gpu_dataloader": _training(kind=bool),
     "fp16": Option(
         key="training.precision",
         used_by=(*_ESTIMATED, *_WRITE),
         kind=bool | None,
         names=("--fp16/--no-fp16",),
     ),
-    "epochs": Option(key="training.epochs", used_by=_TRAIN),
-    "learning_rate": Option(key="training.learning_rate", used_by=_TRAIN),
+    "epochs": _training(key="training.epochs"),
+    "learning_rate": _training(key="training.learning_rate"),
     "nproc_per_node": Option(key="launch.processes", used_by=_BATCHED),
     "save_dir": Option(key="run.output_dir"),
-    "max_new_tokens": _sampling(
-        "Maximum number of tokens to generate.",
-        key="evaluation.sample.max_new_tokens",
-        kind=int | None,
-    ),
-    "temperature": _sampling(
-        "Sampling temperature; 0 always picks the most likely token.",
-        key="evaluation.sample.temperature",
-        kind=float | None,
-    ),
-    "top_k": _sampling(
-        "Sample from this many of the most likely tokens.",
-        key="evaluation.sample.top_k",
-        kind=int | None,
-    ),
-    "top_p": _sampling(
-        "Sample from the fewest tokens with this total probability.",
-        key="evaluation.sample.top_p",
-        kind=float | None,
-    ),
-    "seed": _sampling("Seed for sampling.", key="run.seed", kind=int | None),
+    **{
+        name: Option(text, key=f"evaluation.sample.{name}", used_by=_WRITE, kind=kind)
+        for name, kind, text in (
+            ("max_new_tokens", int | None, "Maximum number of tokens to generate."),
+            ("temperature", float | None, "Sampling temperature; 0 picks the most likely token."),
+            ("top_k", int | None, "Sample from this many of the most likely tokens."),
+            ("top_p", float | None, "Sample from the fewest tokens with this total probability."),
+        )
+    },
+    "seed": Option("Seed for sampling.", key="run.seed", used_by=_WRITE, kind=int | None),
     "sweep": Option(
         "First run all combinations of the settings with several values.",
         used_by=("compare",),

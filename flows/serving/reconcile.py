@@ -45,26 +45,21 @@ SETTLED = timedelta(minutes=5)
 
 
 def reconcile_at_start(config: Config) -> Iterator[str]:
-    """Settle what an earlier `infini serve` has left; call it before a worker starts.
+    """Settle what an earlier `infini serve` has left, and what a worker took and never started.
 
-    Yields a line on each change.
+    Call it before a worker starts. Yields a line on each change.
     """
     engines = engines_dir(prefect_dir(config))
+    pending, pool = {"type": {"any_": [StateType.PENDING]}}, {"any_": [WORK_POOL]}
     with get_client(sync_client=True) as client:
         yield from settle(client, engines, config)
-        yield from _reschedule_lost_runs(client, engines)
-
-
-def _reschedule_lost_runs(client: SyncPrefectClient, engines: Path) -> Iterator[str]:
-    """Reschedule the flow runs that a worker took and never started."""
-    pending, pool = {"type": {"any_": [StateType.PENDING]}}, {"any_": [WORK_POOL]}
-    for flow_run in client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate({"state": pending}),
-        work_pool_filter=WorkPoolFilter.model_validate({"name": pool}),
-    ):
-        if not is_locked(lock_of(engines, str(flow_run.id))):
-            client.set_flow_run_state(flow_run.id, Scheduled(), force=True)
-            yield f"Flow run {flow_run.name} had not started; it is rescheduled"
+        for flow_run in client.read_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate({"state": pending}),
+            work_pool_filter=WorkPoolFilter.model_validate({"name": pool}),
+        ):
+            if not is_locked(lock_of(engines, str(flow_run.id))):
+                client.set_flow_run_state(flow_run.id, Scheduled(), force=True)
+                yield f"Flow run {flow_run.name} had not started; it is rescheduled"
 
 
 def reconcile_for_ever(config: Config, say: Callable[[str], None]) -> None:
@@ -203,13 +198,10 @@ def _correct(
         next_step = "; ".join(filter(None, [saved, f"{remedy}{CONTINUES}"]))
         state = Crashed(message=f"{why}; {next_step}")
         to_do = f"{next_step[0].upper()}{next_step[1:]}."
-        end(client, flow_run, state, explanation(f"{why}.", to_do, _last_lines(log_of(path))))
+        log = log_of(path)
+        said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        last = said.splitlines()[-TRACEBACK_LINES:]
+        end(client, flow_run, state, explanation(f"{why}.", to_do, last))
     if own is not None:
         end_record(own, "KILLED" if state.is_cancelled() else "FAILED")
     return f"Flow run {flow_run.name}: {state.message}"
-
-
-def _last_lines(log: Path) -> list[str]:
-    if not log.is_file():
-        return []
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-TRACEBACK_LINES:]

@@ -20,16 +20,6 @@ from tasks.shard import build_dataset, share_made, use_dataset
 from tasks.stage import run_with_retries
 
 
-def clean_up(config: Config) -> None:
-    """Remove older datasets if `data.keep` says so. A failure is a warning: the dataset stands."""
-    if config.data.keep is None or config.data.folder is not None:
-        return
-    try:
-        run_with_retries(clean, config.stages.clean, config)
-    except EXPECTED as error:
-        get_run_logger().warning("Older datasets were not removed: %s", reason(error))
-
-
 @as_flow
 def preprocess(config: Config) -> State[dict[str, Any]]:
     """Download and shard. Returns the dataset's folder and key, and whether it was reused.
@@ -49,5 +39,9 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
     name_flow_run(name, f"dataset:{name}")
     message = f"nothing new: dataset {name} is reused" if dataset.intact else f"dataset {name}"
     get_run_logger().info("%s", message)
-    clean_up(config)
+    if config.data.keep is not None and config.data.folder is None:
+        try:
+            run_with_retries(clean, config.stages.clean, config)
+        except EXPECTED as error:  # The dataset stands.
+            get_run_logger().warning("Older datasets were not removed: %s", reason(error))
     return Completed(message=message, data=result)

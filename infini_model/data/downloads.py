@@ -15,23 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from infini_model.data.datasets import RECORD, Datasets
-from infini_model.data.manifest import (
-    ASSEMBLED,
-    PARTITIONS,
-    Shard,
-    read_manifest,
-    read_origin,
-)
+from infini_model.data.manifest import ASSEMBLED, PARTITIONS, Shard, read_manifest, read_origin
 from infini_model.data.partitions import PartitionRecord
 from infini_model.data.store import read_or_invalidate
 from infini_model.data.verify import assembled_at, find_faults
 from infini_model.runtime import storage
-from infini_model.runtime.errors import (
-    DataError,
-    ObjectDamagedError,
-    ObjectMissingError,
-    UserError,
-)
+from infini_model.runtime.errors import DataError, ObjectDamagedError, ObjectMissingError, UserError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.stage_protocol import OnProgress

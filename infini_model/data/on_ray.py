@@ -84,44 +84,32 @@ def run_tasks(
 ) -> None:
     """Call a function of this package with a `Job` and each of `specs`, as JSON, on a cluster.
 
-    `advance` receives their bytes. Raises as `RayEngine.make` does.
+    `advance` receives their bytes. When this ends, by whatever error, no task is under way. Raises
+    as `RayEngine.make` does.
     """
-    with connect(config.ray_address, "data") as address, contextlib.ExitStack() as marks:
+    with connect(config.ray_address, "data") as address, contextlib.ExitStack() as stack:
         import ray
 
         needs = reserved(config)
         check_resources(needs, ray.nodes(), address)
         mark = None
         if not is_url(place):
-            mark = marks.enter_context(marked(Path(place)))
+            mark = stack.enter_context(marked(Path(place)))
             place = str(mark.parent)
         device = "cuda:0" if config.device == "cuda" else "cpu"
         job = Job(place=place, mark=mark, sources=sources_fingerprint(), device=device)
+        common = job.model_dump_json()
+        task = ray.remote(
+            num_cpus=needs["CPU"],
+            num_gpus=needs.get("GPU", 0),
+            memory=int(needs.get("memory", 0)) or None,
+            max_retries=0,  # Losses are counted here.
+        )(on_node(function.__module__, function.__name__))
         log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
-        _run(function, job, specs, needs, advance)
-
-
-def _run(
-    function: Callable[[str, str], None],
-    job: Job,
-    specs: Sequence[TaskSpec],
-    needs: Mapping[str, float],
-    advance: Advance,
-) -> None:
-    """Run the tasks. When this ends, by whatever error, none of them is under way."""
-    import ray
-
-    task = ray.remote(
-        num_cpus=needs["CPU"],
-        num_gpus=needs.get("GPU", 0),
-        memory=int(needs.get("memory", 0)) or None,
-        max_retries=0,  # Losses are counted here.
-    )(on_node(function.__module__, function.__name__))
-    common = job.model_dump_json()
-    waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
-    running: dict[Any, TaskSpec] = {}
-    losses: Counter[str] = Counter()
-    try:
+        waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
+        running: dict[Any, TaskSpec] = {}
+        losses: Counter[str] = Counter()
+        stack.callback(_end, running)
         while waiting or running:
             window = _window(needs, ray.cluster_resources())
             while waiting and len(running) < window:
@@ -134,11 +122,16 @@ def _run(
                     advance(spec.bytes)
                 else:
                     waiting.append(spec)
-    finally:
-        for reference in running:
-            ray.cancel(reference)
-        if running:
-            ray.wait(list(running), num_returns=len(running), timeout=CANCEL_SECONDS)
+
+
+def _end(running: Mapping[Any, TaskSpec]) -> None:
+    """Cancel the tasks that are under way, and wait for their end."""
+    import ray
+
+    for reference in running:
+        ray.cancel(reference)
+    if running:
+        ray.wait(list(running), num_returns=len(running), timeout=CANCEL_SECONDS)
 
 
 def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:

@@ -18,7 +18,7 @@ import typer
 
 from flows.presets import DEFAULT_PRESET, Invocation
 from flows.sweep import values_of
-from infini_model.config import Config, check_typed, merge, nested, parse_override
+from infini_model.config import Config, merge, merge_typed, nested, parse_override
 from infini_model.config.explaining import NAMES, meant_by
 from infini_model.config.locations import expanded, is_url
 from infini_model.runtime.errors import ConfigError, UserError
@@ -290,9 +290,7 @@ def read(given: Mapping[str, Any], command: str) -> Invocation:
         if "=" not in word and ("*" in word or "/" in word) and command in ("run", "preprocess"):
             advice = f"documents are named by data.source.paths={shlex.quote(word)}"
             raise ConfigError(f"{word}: settings are written section.key=value; {advice}")
-    changes += [parse_override(text) for text in words]
-    check_typed(changes)
-    typed = functools.reduce(merge, changes, dict[str, Any]())
+    typed = merge_typed([*changes, *map(parse_override, words)])
     if isinstance(typed.get("run"), Mapping) and "preset" in typed["run"]:
         raise ConfigError("run.preset: cannot be set; choose a preset with --preset NAME")
     asked = Invocation.of(presets, given["config"], typed)

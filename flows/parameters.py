@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -23,7 +24,7 @@ from pydantic_core import MISSING
 
 from flows.presets import DEFAULT_PRESET, Invocation, preset_names
 from flows.serving import engine
-from infini_model.config import Config, check_typed, load_config, merge, nested
+from infini_model.config import Config, load_config, merge, merge_typed, nested
 from infini_model.config.training import BRANCH
 from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import resume_config
@@ -172,13 +173,11 @@ def invoked(
         if one in given and other in given:
             raise ConfigError(f"{_title(other)}: excludes {_title(one)}; leave one of them empty")
     branch_of = given.pop("branch_of", None)
-    changes = [advanced or {}, *(_change(name, value) for name, value in given.items())]
-    check_typed(changes)
+    typed = merge_typed([advanced or {}, *itertools.starmap(_change, given.items())])
     if "resume" in given:
-        return Invocation({}, _resumed(changes))
+        return Invocation({}, _resumed(typed))
     if branch_of is not None:
-        return Invocation({}, _branched(str(branch_of), changes))
-    typed = functools.reduce(merge, changes, dict[str, Any]())
+        return Invocation({}, _branched(str(branch_of), typed))
     presets = preset if isinstance(preset, list) else [] if preset is None else [preset]
     return Invocation.of([str(name) for name in presets], None, typed)
 
@@ -189,27 +188,25 @@ def _change(name: str, value: Any) -> Tree:
     return merge(change, {"data": {"source": {"kind": "files"}}}) if name == "documents" else change
 
 
-def _resumed(changes: list[Mapping[str, Any]]) -> Config:
-    """The settings of the run that `changes` name, with `changes` applied over them."""
-    run_dir, places = _find_run("resume", None, changes)
-    return resume_config(run_dir, [*changes, {"run": places | {"name": run_dir.name}}])
+def _resumed(typed: Tree) -> Config:
+    """The settings of the run that is named, with what was typed applied over them."""
+    run_dir, places = _find_run("resume", None, typed)
+    return resume_config(run_dir, [typed, {"run": places | {"name": run_dir.name}}])
 
 
-def _branched(branch_of: str, changes: list[Mapping[str, Any]]) -> Config:
-    """Resolve a branch of `NAME` or `NAME@STEP`, with `changes` applied over its settings."""
+def _branched(branch_of: str, typed: Tree) -> Config:
+    """Resolve a branch of `NAME` or `NAME@STEP`, with what was typed over its settings."""
     match = BRANCH.fullmatch(branch_of)
     if match is None:
         raise ConfigError(f"{_title('branch_of')}: got {branch_of!r}: takes RUN or RUN@STEP")
-    run_dir, places = _find_run("branch_of", match[1], changes)
+    run_dir, places = _find_run("branch_of", match[1], typed)
     step = None if match[2] is None else int(match[2])
-    return branch_config(run_dir, step, [*changes, {"run": places}])
+    return branch_config(run_dir, step, [typed, {"run": places}])
 
 
-def _find_run(
-    parameter: str, name: str | None, changes: list[Mapping[str, Any]]
-) -> tuple[Path, Tree]:
+def _find_run(parameter: str, name: str | None, typed: Tree) -> tuple[Path, Tree]:
     """Find the folder of a run, by default that of `run.name`, and the settings of its places."""
-    asked = load_config(overrides=[{"run": change["run"]} for change in changes if "run" in change])
+    asked = load_config(overrides=[{"run": typed.get("run", {})}])
     # `latest` is a link to the run.
     refresh_runs(asked.run.runs_dir, asked.run.store)
     run_dir = (asked.run.runs_dir / (name or str(asked.run.name))).resolve()

@@ -6,7 +6,6 @@ on other machines they bring here first.
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 import signal
@@ -22,7 +21,7 @@ from flows.presets import Invocation
 from flows.serving.connection import API_URL, configured, served, use_server
 from flows.serving.servers import own_server
 from flows.sweep import runs_of
-from infini_model.config import Config, check_typed, load_config, merge, parse_override
+from infini_model.config import Config, load_config, merge, merge_typed, parse_override
 from infini_model.config.locations import expanded, is_url
 from infini_model.config.tree import RunConfig
 from infini_model.data.tokenizers.stated import TOKENIZER_FILE
@@ -197,9 +196,7 @@ def to_branch(
 def _typed(places: RunConfig, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Merge the overrides into a tree with the places of the run. Raises `ConfigError`."""
     where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
-    typed = [parse_override(text) for text in overrides]
-    check_typed(typed)
-    return functools.reduce(merge, typed, {"run": where})
+    return merge({"run": where}, merge_typed(map(parse_override, overrides)))
 
 
 def _newest_resumable(places: RunConfig) -> Path:

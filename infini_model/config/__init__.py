@@ -12,13 +12,13 @@ from infini_model.config.data import (
 from infini_model.config.evaluation import SampleConfig, UnmaskingConfig
 from infini_model.config.model import ModelConfig, RopeScaling
 from infini_model.config.reading import (
-    check_typed,
     difference,
     differences,
     dump_config,
     leaves,
     load_config,
     merge,
+    merge_typed,
     nested,
     parse_override,
     read_recorded,

@@ -222,13 +222,15 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return functools.reduce(lambda below, part: {part: below}, reversed(key.split(".")), value)
 
 
-def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` if one key is given twice with different values, or two exclude another.
+def merge_typed(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge what a user typed: options, overrides, fields of a form.
 
-    `changes` are what a user typed: options, overrides, fields of a form. One would be dropped.
+    Raises `ConfigError` if one key is given twice with different values, or two exclude another:
+    one would be dropped.
     """
-    typed: dict[str, Any] = {}
+    tree, typed = dict[str, Any](), dict[str, Any]()
     for change in changes:
+        tree = merge(tree, change)
         for key, value in leaves(change):
             if key in typed and not _is_same(typed[key], value):
                 raise ConfigError(f"{key}: is given twice, as {typed[key]} and as {value}")
@@ -238,6 +240,7 @@ def check_typed(changes: Iterable[Mapping[str, Any]]) -> None:
     sections = {".".join(key.split(".")[:2]) for key, value in typed.items() if value is not None}
     if {"data.source", "data.sources"} <= sections:
         raise ConfigError("data.source: cannot be combined with data.sources")
+    return tree
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,9 +13,9 @@ import pytest
 from infini_model.config import (
     Config,
     ModelConfig,
-    check_typed,
     dump_config,
     load_config,
+    merge_typed,
     nested,
     parse_override,
     validate,
@@ -156,7 +156,7 @@ def test_named_sources_and_the_one_source_replace_each_other(tmp_path: Path) -> 
         "": FilesSource(paths=["c"])
     }
     with pytest.raises(ConfigError, match=r"^data\.source: cannot be combined with data\.sources$"):
-        check_typed(map(parse_override, (TWO_SOURCES, "data.source.paths=c")))
+        merge_typed(map(parse_override, (TWO_SOURCES, "data.source.paths=c")))
 
 
 def test_weights_decide_a_run_and_a_limit_of_epochs_does_not() -> None:

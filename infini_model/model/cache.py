@@ -37,13 +37,7 @@ class CacheUpdate(NamedTuple):
 
     @classmethod
     def plan(
-        cls,
-        position: Tensor,
-        counts: Tensor,
-        chunk: Tensor,
-        window: Window,
-        *,
-        in_place: bool,
+        cls, position: Tensor, counts: Tensor, chunk: Tensor, window: Window, *, in_place: bool
     ) -> CacheUpdate:
         """The update for a chunk of tokens [B, T], whose first `counts` [B] of each row are real.
 

@@ -14,18 +14,12 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rope_tables(
-    length: int,
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None = None,
-    *,
-    before: int = 0,
+    length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None, *, before: int = 0
 ) -> Rope:
     """cos and sin of the rotary embedding at positions from −before to length − 1, on the CPU.
 
-    Each is [before + length, head_dim] float32.
-
-    `scaling` changes the frequencies as Hugging Face's `rope_type` of that name does.
+    Each is [before + length, head_dim] float32. `scaling` changes the frequencies as Hugging Face's
+    `rope_type` of that name does.
     """
     # The device is explicit because a model may be built on `meta`, and no file holds these tables.
     even = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")

@@ -62,24 +62,20 @@ def generate(
     seed: int = 0,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt.
+    """Return the new tokens of each prompt, without the prompt, in `model.precision`.
 
     Arguments that are not described here are those of `infini_model.config.SampleConfig`.
 
     Args:
-        model: The model, used on its own device and in `model.precision`.
+        model: A causal model, used on its own device.
         prompts: Token ids, [B, T] or one list per prompt. Lengths may differ; up to rounding, no
             row depends on another.
         eos_token_id: Token that ends a text, or several of them; it is included.
         seed: Row i is sampled from a generator seeded with (seed, i): the same tokens on every
             device.
 
-    Returns:
-        The new tokens of each row, without the prompt.
-
-    Raises:
-        UserError: An empty prompt, a token outside the vocabulary, a setting out of its range, or a
-            bidirectional model.
+    Raises `UserError` for an empty prompt, a token outside the vocabulary, a setting out of its
+    range, or a bidirectional model.
     """
     if seed < 0:
         raise UserError(f"seed: got {seed}, needs 0 or more")
@@ -87,12 +83,8 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
     )
     ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
-    rows: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(model, prompts, settings, seed, ends):
-        for row, token in zip(rows, tokens, strict=True):
-            if token is not None:
-                row.append(token)
-    return rows
+    rows = zip(*stream(model, prompts, settings, seed, ends), strict=True)
+    return [[token for token in row if token is not None] for row in rows]
 
 
 def stream(
@@ -160,10 +152,8 @@ def read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tens
     While all rows have full segments, a chunk is several segments. After that rows are at different
     positions, and a chunk is one segment.
 
-    Args:
-        model: A causal model, or one of block diffusion if all prompts are whole segments.
-        ids: Prompts [B, longest], padded on the right, on the CPU.
-        lengths: Their lengths, [B] int64, on the CPU.
+    `ids` [B, longest] are padded on the right; they and `lengths` [B] int64 are on the CPU. A model
+    of block diffusion reads prompts of whole segments only.
     """
     length, device = model.config.segment_length, model.lm_head.weight.device
     filled = int(lengths.min()) // length * length

@@ -66,7 +66,7 @@ def kernel_constants(x: Tensor, shared_memory: int) -> dict[str, Any]:
 
 
 def partition(
-    x: Tensor, kv_heads: int, constants: dict[str, Any], multiprocessors: int
+    x: Tensor, kv_heads: int, constants: dict[str, Any]
 ) -> tuple[int, tuple[int, int, int]]:
     """The number of blocks of rows of `x` per program, and the grid of programs.
 
@@ -75,7 +75,7 @@ def partition(
     """
     heads = x.size(0) * kv_heads
     blocks = x.size(1) // kv_heads * triton.cdiv(x.size(2), constants["ROWS"])
-    blocks_per_program = _blocks_per_program(heads, blocks, multiprocessors)
+    blocks_per_program = _blocks_per_program(heads, blocks, MULTIPROCESSORS)
     columns = triton.cdiv(constants["HEAD_DIM"], constants["TILE"])
     return blocks_per_program, (heads, triton.cdiv(blocks, blocks_per_program), columns)
 

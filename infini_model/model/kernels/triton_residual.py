@@ -23,7 +23,6 @@ from torch import Tensor
 
 from infini_model.model.kernels.memory_ops import READ_EPSILON, SHARPNESS
 from infini_model.model.kernels.triton_launch import (
-    MULTIPROCESSORS,
     kernel_constants,
     load_memory,
     load_rows,
@@ -104,22 +103,13 @@ def row_constants(x: Tensor, shared_memory: int) -> dict[str, Any]:
     return constants | {"TILE": min(constants["WIDTH"], _TILE // constants["WIDTH"])}
 
 
-def feature_sums(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor | None,
-    heads: int,
-    *,
-    multiprocessors: int = MULTIPROCESSORS,
-) -> Tensor:
+def feature_sums(x: Tensor, values: Tensor, scale: Tensor | None, heads: int) -> Tensor:
     """Σ β φ(x)ᵀ v over the rows that each of `heads` memories has; β is 1 without `scale`.
 
     `x` and `values` have contiguous rows. Returns [N, heads, 2 D, D], float32.
     """
     constants = kernel_constants(x, shared_memory(x))
-    blocks_per_program, (memories, programs, tiles) = partition(
-        x, heads, constants, multiprocessors
-    )
+    blocks_per_program, (memories, programs, tiles) = partition(x, heads, constants)
     width = x.size(3)
     kv = x.new_empty(programs, len(x), heads, 2 * width, width, dtype=torch.float32)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]

@@ -185,18 +185,17 @@ def test_float64_and_wide_heads_are_computed_whatever_the_kernels_can(name, dtyp
 
 
 @cuda
-def test_a_residual_memory_is_summed_by_any_number_of_programs():
+def test_a_residual_memory_is_summed_by_any_number_of_programs(monkeypatch):
     (keys, values, scale), _ = draw("residual_sums", (1, 4, 4, 100, 16))
     for factors in (scale, None):
         weighed = torch.ones_like(scale) if factors is None else factors
         expected = exact("residual_sums", (keys, values, weighed), [keys.new_zeros(1, 4, 32, 16)])
         expected = expected[0].view(1, 2, 2, 32, 16).sum(2) if factors is None else expected[0]
         for multiprocessors in (1, 3, 132):
+            monkeypatch.setattr(launch, "MULTIPROCESSORS", multiprocessors)
             heads = 2 if factors is None else 4  # of two heads each, as for the gradient of a read
             arguments = (keys, values, factors, heads)
-            found, again = (
-                residual.feature_sums(*arguments, multiprocessors=multiprocessors) for _ in range(2)
-            )
+            found, again = (residual.feature_sums(*arguments) for _ in range(2))
             assert (found.cpu().double() - expected).abs().max() <= 1e-5 * expected.abs().max()
             assert_same_bits([again], [found])
 

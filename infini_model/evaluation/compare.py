@@ -122,9 +122,7 @@ class ComparedRun(NamedTuple):
 
 def _training_results(lines: Sequence[Line]) -> dict[str, float]:
     """Sum up the whole training from `metrics.jsonl`; tokens are targets, without padding."""
-    results: dict[str, float] = {}
-    for line in lines:
-        results["steps"] = line["step"]
+    results = {"steps": lines[-1]["step"]} if lines else {}
     timed = [
         (line["train/tokens_per_second"], line.get("train/step_seconds", 0.0))
         for line in lines

@@ -86,10 +86,8 @@ def infini_attention(
         The attention [B, H, T, D] in the dtype of `q`, and the memory of B_m rows after the last
         full segment (emptied, if a trailing partial one starts a document).
 
-    Raises:
-        ValueError: A shape, head count, device, `segment_length` or `update` does not fit.
-        TypeError: A dtype does not fit.
-        ConfigError: The backend is unknown, not installed, or does not support this device.
+    Raises `TypeError` if a dtype does not fit, `ConfigError` if the backend is unknown, not
+    installed, or does not support this device, and `ValueError` for all else that does not fit.
     """
     keys = k if memory_keys is None else memory_keys
     written = v if memory_values is None else memory_values

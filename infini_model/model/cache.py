@@ -42,9 +42,7 @@ class CacheUpdate(NamedTuple):
         """The update for a chunk of tokens [B, T], whose first `counts` [B] of each row are real.
 
         `position` is that of `State`; it and `counts` are on the CPU, the result where `chunk` is.
-
-        Raises:
-            ValueError: A row has more tokens than its segment has room for.
+        Raises `ValueError` if a row has more tokens than its segment has room for.
         """
         length, width, device = window.segment_length, chunk.size(1), chunk.device
         filled = position % length

@@ -51,11 +51,8 @@ def fused_linear_cross_entropy(
         row_weights: [N] float32, the factor of each loss; None is 1.
         excluded: A token that has no probability and is no target, such as a mask token.
 
-    Returns:
-        [], float32 (float64 for float64); the gradients have the dtypes of `hidden` and `weight`.
-
-    Raises:
-        RuntimeError, IndexError: A target is outside the vocabulary.
+    The result is float32 (float64 for float64); the gradients have the dtypes of `hidden` and
+    `weight`. Raises `RuntimeError` or `IndexError` if a target is outside the vocabulary.
     """
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
         losses = token_losses(hidden, weight, targets, excluded=excluded)

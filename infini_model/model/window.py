@@ -130,7 +130,7 @@ class Window(NamedTuple):
         sight: Sight | None = None,
         earlier: Earlier | None = None,
     ) -> Tensor:
-        """The attention of segments.
+        """The attention of segments, [n · B, S, H, L, D].
 
         Args:
             q: Queries [n · B, S, H, L, D] from `segmented`; L may be less for a single segment.
@@ -142,9 +142,6 @@ class Window(NamedTuple):
                 do.
             sight: Of B rows; None if each segment sees itself only.
             earlier: What is in sight from before the first segment; None is nothing.
-
-        Returns:
-            [n · B, S, H, L, D].
         """
         if sight is None or (earlier is None and q.size(1) == 1):
             return self._inside_segments(q, k, v, rope, tokens)

@@ -187,9 +187,8 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     For a model without segments, segment_length is its maximum context length, or its sliding
     window if that is less, so that it behaves as before unless an override changes that.
 
-    Raises:
-        CheckpointError: The folder does not exist, holds another model, has an invalid value, or
-            more than its sliding window would be in sight.
+    Raises `CheckpointError` if the folder does not exist, holds another model, has an invalid
+    value, or more than its sliding window would be in sight.
     """
     path = folder / CONFIG
     tree = read_json(path)

@@ -106,22 +106,16 @@ def local_attention(
     mask: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Exact softmax attention.
+    """Exact softmax attention, [N, H, L, D]; `backend` and errors are those of `resolve_backend`.
 
     Args:
         q: Queries [N, H, L, D].
         k: Keys [N, H_kv, M, D]; query head h reads key-value head h // (H / H_kv).
         v: Values [N, H_kv, M, D].
-        backend: Kernel; one of `LaunchConfig.attention_backend`.
+        backend: The kernel.
         mask: Bool, broadcast to [N, H, L, M], true where a query attends to a key. flash-attn takes
             none, and `sdpa` serves.
         causal: Without a mask, whether query i attends to keys 0 … i only; M must then be L.
-
-    Returns:
-        [N, H, L, D].
-
-    Raises:
-        ConfigError: As `resolve_backend`.
     """
     kernel = resolve_backend(backend, q.device, q.dtype, q.size(3))
     if mask is None and kernel in _FLASH_ATTN:

@@ -54,8 +54,7 @@ def _compiled(method: Callable[..., Any], deterministic: bool) -> Callable[..., 
 def resolve_compile(setting: bool | None, device: torch.device) -> bool:
     """Resolve `launch.compile`: None is yes on CUDA, where the compiler has what it needs.
 
-    Raises:
-        ConfigError: It is asked for where it lacks something.
+    Raises `ConfigError` if it is asked for where it lacks something.
     """
     lack = lacking_on_gpu() if device.type == "cuda" else lacking_on_cpu()
     if setting and lack is not None:

@@ -118,16 +118,8 @@ def grouped_rows(x: Tensor, memory: Tensor) -> Tensor:
 def residual_read(q: Tensor, local: Tensor, weight: Tensor, kv: Tensor) -> Tensor:
     """Read the memory, and add what it returns to the local attention: local + w ⊙ RMSNorm(φ(q) S).
 
-    Where the memory is empty or `weight` is 0, the result is exactly `local`.
-
-    Args:
-        q: Queries without rotary embedding, [N, H, L, D].
-        local: Local attention, of the shape and dtype of `q`.
-        weight: w, [H, D].
-        kv: S, [N, H_kv, 2 D, D]; query head h reads key-value head h // (H / H_kv).
-
-    Returns:
-        [N, H, L, D] in the dtype of `local`.
+    As `Rule.read`, where `weight` is w, [H, D], and `kv` is S, [N, H_kv, 2 D, D]. Where the memory
+    is empty or `weight` is 0, the result is exactly `local`.
     """
     read = (grouped_rows(two_softmaxes(q), kv) @ kv).view_as(q)
     normed = functional.rms_norm(read, read.shape[-1:], eps=READ_EPSILON)

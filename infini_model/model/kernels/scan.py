@@ -22,9 +22,9 @@ def exclusive_scan(
     *,
     reverse: bool = False,
 ) -> Tensor:
-    """Running sums at the borders of segments, that start again, from zero, where `reset` is true.
+    """The state before each segment, and after the last, [B, N + 1, ...]: running sums.
 
-    Nothing from before a reset, not even NaN, gets past it.
+    They start again, from zero, where `reset` is true; nothing older, not even NaN, gets past that.
 
     Args:
         added: What each of N segments adds, [B, N, ...].
@@ -33,9 +33,6 @@ def exclusive_scan(
         kept: The factors by which each segment multiplies the state before it adds to it, [B, N,
             H], where H is the third dimension of `added`; None is 1.
         reverse: Whether the first to be added is the last segment, and `first` the state after it.
-
-    Returns:
-        The state before each segment, and after the last, [B, N + 1, ...].
     """
     states = _empty(added, first)
     slots, segments = [*states.unbind(1)], [*range(added.size(1))]

@@ -108,11 +108,7 @@ def row_pointers(
 
 @triton.jit
 def load_rows(
-    strided: tl.tuple,
-    at: tl.tuple,
-    columns: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    strided: tl.tuple, at: tl.tuple, columns: tl.tensor, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
 ) -> tl.tensor:
     """The columns of a block of rows, [ROWS, columns]; 0 beyond the tensor."""
     pointers, within = row_pointers(strided, at, columns, HEAD_DIM, ROWS)

@@ -19,16 +19,10 @@ from infini_model.model.kernels.memory_ops import operator
 def with_previous(
     x: Tensor, share: Tensor | None, previous: Tensor | None, starts: Tensor | None
 ) -> Tensor:
-    """lerp(x_t, x_{t−1}, μ); the first token of a document keeps its own.
+    """lerp(x_t, x_{t−1}, μ) of keys or queries [B, H, T, D].
 
-    Args:
-        x: Keys or queries [B, H, T, D].
-        share: μ, [H]; None shifts nothing.
-        previous: That of the token before the first, [B, H, D]; None if there is none.
-        starts: [B, T] bool, true where a document starts.
-
-    Returns:
-        [B, H, T, D].
+    `share` is μ, [H]; None shifts nothing. `previous` is that of the token before the first, [B, H,
+    D], if there is one. A document's first token, where `starts` [B, T] is true, keeps its own.
     """
     if share is None:
         return x

@@ -64,8 +64,7 @@ class Residual(Rule):
     def token_gates(self, x: Tensor) -> Tensor:
         """`write_share` sigmoid(W x + 2.2) and `log_keep` −softplus(W' x − 9) of x [B, T, hidden].
 
-        Returns:
-            [B, H_kv, T, 2], float32 (float64 for float64).
+        Together they are [B, H_kv, T, 2], float32 (float64 for float64).
         """
         weights = torch.cat((self.memory_write_gate, self.memory_forget_gate))
         product = functional.linear(x, as_operand(weights, x)).to(memory_dtype(x.dtype))

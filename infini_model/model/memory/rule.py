@@ -156,13 +156,10 @@ class Rule(nn.Module):
             q: Queries before the rotation, [n · B, H, T, D]; row i reads the memory of row i mod B.
             k: Keys before the rotation, [B, H_kv, T, D].
             values: Values that are written, of the shape of `k`.
-            local: The attention of the window, [n · B, S, H, L, D].
+            local: The attention of the window, [n · B, S, H, L, D]; so is the result.
             state: State before the pass; None is empty.
             starts: [B, S] bool, true where a segment starts a document; None is nowhere.
-            keep_state: Whether there is a state after the pass.
-
-        Returns:
-            [n · B, S, H, L, D], and the state after the pass.
+            keep_state: Whether there is a state after the pass, to be returned.
         """
         if local.size(1) == 1 and state is None and not keep_state:
             # There is nothing to read or write, but each parameter needs a gradient.
@@ -272,18 +269,10 @@ class Rule(nn.Module):
 
     @staticmethod
     def read(q: Tensor, local: Tensor, read_weight: Tensor, memory: Memory) -> Tensor:
-        """The local attention with what the memory adds to it.
+        """The local attention with what the memory adds to it; exactly `local` where that is empty.
 
-        Where the memory is empty the result is exactly `local`.
-
-        Args:
-            q: Queries without rotary embedding, [N, H, L, D].
-            local: Local attention, of the shape and dtype of `q`.
-            read_weight: The parameter that weighs what is read.
-            memory: Of N rows; query head h reads key-value head h // (H / H_kv).
-
-        Returns:
-            [N, H, L, D] in the dtype of `local`.
+        `q` are queries without rotary embedding, [N, H, L, D]; `local` and the result are of their
+        shape and dtype. The memory is of N rows: query head h reads key-value head h // (H / H_kv).
         """
         raise NotImplementedError
 

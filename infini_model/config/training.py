@@ -228,9 +228,10 @@ class LaunchConfig(Section):
 
     def may_recompute(self, layers: int) -> Sequence[int]:
         """The numbers of `layers` that may be recomputed: the one that is set, or all from 0 on."""
-        if self.gradient_checkpointing == "auto":
+        setting = self.gradient_checkpointing
+        if setting == "auto":
             return range(layers + 1)
-        return [layers if self.gradient_checkpointing is True else self.gradient_checkpointing]
+        return [layers if setting is True else min(layers, int(setting))]
 
     @property
     def node_range(self) -> tuple[int, int]:

@@ -231,7 +231,7 @@ def _activations(
     if products == HALF and training.lora is None and not is_sharded:
         kept += parameters.layer // 2  # its weights in 16 bits, which FSDP gathers again
     # The first layers are recomputed one by one, when the backward pass is through the others.
-    kept = max(1, layers - recomputed) * kept + min(layers, recomputed) * rows * hidden * FLOAT
+    kept = max(1, layers - recomputed) * kept + recomputed * rows * hidden * FLOAT
     logits = min(tokens * (model.vocab_size or 0), LOGITS_AT_ONCE)
     return kept + logits * (FLOAT + FLOAT - products) + 2 * tokens * hidden * FLOAT
 

@@ -44,7 +44,7 @@ SHAPE = {
     "vocab_size": 8192,
 }
 # Ours over the other's, at most.
-LIMITS = {"pause / gathered": 0.75, "memory / gathered": 0.75}
+LIMITS = {"pause / gathered": 0.75, "memory / gathered": 0.75, "pause / DCP": 1.0}
 
 # Copies, and returns what waits until the copy is on disk.
 Save = Callable[[Path], Callable[[], object]]

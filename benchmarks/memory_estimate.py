@@ -75,6 +75,11 @@ CASES: dict[str, Tree] = {
         "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
         "training": {"batch_size": 1},
     },
+    "weights in 16 bits, 3 of 6 layers recomputed": {
+        "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
+        "training": {"batch_size": 1, "precision": "bf16"},
+        "launch": {"gradient_checkpointing": 3},
+    },
     "muon": {
         "model": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
         "training": {"batch_size": 1, "optimizer": "muon"},

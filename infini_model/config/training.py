@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, StrictBool
 
 from infini_model.config.locations import LocalFolder, RayAddress
 from infini_model.config.section import (
@@ -33,15 +33,18 @@ def _is_range(value: str) -> bool:
 
 
 Nodes = Annotated[str, takes("a number of nodes, or a range such as 2-4", _is_range)]
-RECOMPUTED = re.compile(r"auto|true|false|\d+")
-Recomputed = Annotated[
-    bool | NonNegativeInt | Literal["auto"],
-    takes(
-        "auto, true, false, or a number of layers",
-        lambda value: RECOMPUTED.fullmatch(str(value).lower()),
-        BeforeValidator,
-    ),
-]
+
+
+def _recomputed(value: object) -> object:
+    text = str(value).lower()
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    if text in ("true", "false"):
+        return text == "true"
+    raise ValueError("takes auto, true, false, or a number of layers")
+
+
+Recomputed = Annotated[StrictBool | NonNegativeInt | Literal["auto"], BeforeValidator(_recomputed)]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SavedModule = Literal[
     "embed_tokens",

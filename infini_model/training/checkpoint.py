@@ -41,12 +41,7 @@ from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.machine import package_versions
 from infini_model.runtime.metrics_file import MetricsFile
 from infini_model.runtime.runs import MODEL, STATE, prune_checkpoints, step_key
-from infini_model.runtime.storage import (
-    MANIFEST,
-    atomic_folder,
-    dump_json,
-    sha256,
-)
+from infini_model.runtime.storage import MANIFEST, atomic_folder, dump_json, sha256
 from infini_model.training.distributed import World
 from infini_model.training.parallel import own_rows, shard_from_rank0
 from infini_model.training.tensor_files import Places, Rows, lay_out, together, write_together
@@ -138,10 +133,22 @@ class HostCopy:
         self._world = world
         self._buffers: dict[str, Tensor] = {}
 
-    def preallocate(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate the buffers in advance, so that the first snapshot does not stall on it."""
-        for name, tensor in _tensors(model, optimizer):
-            self._buffer_for(name, own_rows(tensor, self._world)[0]).zero_()
+    def preallocation(
+        self, model: InfiniLlama, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        """Return what allocates the buffers, so that the first snapshot does not stall on it.
+
+        That may run beside the training; this may not, as a pass replaces what FSDP has gathered.
+        """
+        own = {
+            name: own_rows(tensor, self._world)[0] for name, tensor in _tensors(model, optimizer)
+        }
+
+        def allocate() -> None:
+            for name, tensor in own.items():
+                self._buffer_for(name, tensor).zero_()
+
+        return allocate
 
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
         """Copy the state of a checkpoint. Call it on all ranks: each copies what it saves."""
@@ -245,7 +252,8 @@ def _lay_out(folder: Path, snapshot: Snapshot, tokens: TokenIds, adapter: Adapte
     split = split_torch_state_dict_into_shards(
         moments, filename_pattern=OPTIMIZER, max_shard_size=SHARD_BYTES
     )
-    for file, names in split.filename_to_tensors.items():
+    files = split.filename_to_tensors or {OPTIMIZER.format(suffix=""): []}  # before any step
+    for file, names in files.items():
         save(folder / file, {name: name for name in names})
     return places
 
@@ -315,7 +323,7 @@ class Checkpointer:
 
     def preallocate(self) -> None:
         """Allocate the host buffers in the background, once the optimizer has its moments."""
-        self.writer.start(partial(self._copy.preallocate, self._model, self._optimizer))
+        self.writer.start(self._copy.preallocation(self._model, self._optimizer))
 
     def save(self, state: TrainerState) -> float | None:
         """Copy the state and write it in the background. Re-raises the last write's error.
@@ -399,7 +407,8 @@ def _opened(path: Path) -> Iterator[Any]:
 def _names(checkpoint: Path) -> dict[str, tuple[str, bool]]:
     """The names of the moments, the file of each, and whether it is a single number."""
     found = {}
-    for path in sorted(checkpoint.glob(OPTIMIZER.format(suffix="*"))):
+    files = sorted(checkpoint.glob(OPTIMIZER.format(suffix="*")))
+    for path in files or [checkpoint / OPTIMIZER.format(suffix="")]:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 found[name] = path.name, not file.get_slice(name).get_shape()

@@ -228,10 +228,10 @@ def _activations(
         # Autograd keeps the features in float32, and what they read and write.
         read, written = 4 * rows * model.num_attention_heads, 3 * tokens * model.key_value_heads
         kept += FLOAT * head * (read + written)
-    if products == HALF and training.lora is None and not is_sharded:
-        kept += parameters.layer // 2  # its weights in 16 bits, which FSDP gathers again
     # The first layers are recomputed one by one, when the backward pass is through the others.
     kept = max(1, layers - recomputed) * kept + recomputed * rows * hidden * FLOAT
+    if products == HALF and training.lora is None and not is_sharded:
+        kept += layers * (parameters.layer // 2)  # autocast keeps them until the loss is computed
     logits = min(tokens * (model.vocab_size or 0), LOGITS_AT_ONCE)
     return kept + logits * (FLOAT + FLOAT - products) + 2 * tokens * hidden * FLOAT
 
@@ -286,7 +286,8 @@ class Need:
 
     def __str__(self) -> str:
         """The need of a process with its parts, and the main memory."""
-        return f"{self.process} a process; {gib(self.main)} GiB of main memory"
+        again = f", {self.recomputed} layers recomputed" if self.recomputed else ""
+        return f"{self.process} a process{again}; {gib(self.main)} GiB of main memory"
 
 
 def _copied(config: Config, machine: Machine) -> int:
@@ -356,8 +357,9 @@ def advice(config: Config, machine: Machine, *, is_pretrained: bool = False) -> 
 def _changes(config: Config, machine: Machine) -> Iterator[dict[str, dict[str, Any]]]:
     """Settings of the same training that need less, those that cost least first."""
     shards = {"strategy": "fsdp"} if machine.processes > 1 else {}
+    *_, recomputed = config.launch.may_recompute(config.model.num_hidden_layers)
     recomputes = {}
-    if config.launch.gradient_checkpointing not in (True, "auto"):
+    if recomputed < config.model.num_hidden_layers:
         recomputes = {"gradient_checkpointing": True}
     batch, steps = config.training.batch_size, config.training.gradient_accumulation_steps
     small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]

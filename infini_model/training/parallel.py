@@ -157,8 +157,8 @@ def build_module(
     With `training.lora`, `folder` holds the weights to freeze; `adapter` holds the trained ones,
     None if they are to be drawn from the seed.
 
-    Rank 0 alone reads or draws weights. With `launch.strategy: fsdp` and several ranks each rank
-    gets its shards; without, DDP gives the others rank 0's weights. Raises `CheckpointError` as
+    Rank 0 alone reads or draws weights. With `launch.strategy: fsdp` or hsdp and several ranks each
+    gets its shards; with ddp, DDP gives the others rank 0's weights. Raises `CheckpointError` as
     `InfiniLlama.from_pretrained` does.
     """
     sharded, lora = is_sharded(config.launch, world), config.training.lora

@@ -162,6 +162,9 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         check_tokenizer(weights.public_name, weights.tokenizer, tokenizer, str(dataset_dir))
     check_kernels(config.model, world.device.type, compiled=config.launch.compile)
 
+    if recovery.recomputes_all and config.launch.gradient_checkpointing == "auto":
+        config = config.updated(launch={"gradient_checkpointing": True})
+
     def find_recomputed() -> int:
         is_pretrained = weights is not None
         return check_memory(config, machine_of(world), is_pretrained=is_pretrained).recomputed

@@ -90,10 +90,17 @@ def write_together(
         return is_here
 
     sees = together(world, target, write)
-    for source, is_there in enumerate(sees):
-        if not is_there and world.rank in (0, source):
-            _relay(world, source, folder, places, rows)
     readers = [rank for rank, is_there in enumerate(sees) if is_there]
+
+    def relay() -> None:
+        errors = list[OSError]()
+        for source in range(world.size):
+            if source not in readers and world.rank in (0, source):
+                errors += _relay(world, source, folder, places, rows)
+        if errors:
+            raise errors[0]
+
+    together(world, target, relay)
 
     def hash_own() -> dict[str, str]:
         if world.rank not in readers:
@@ -119,8 +126,11 @@ def _write(folder: Path, places: Places, rows_of: Callable[[str], Rows]) -> None
 
 def _relay(
     world: World, source: int, folder: Path, places: Places, rows: Mapping[str, Rows]
-) -> None:
-    """Send the rows of rank `source` to rank 0, which writes them. Call it on these two ranks."""
+) -> list[OSError]:
+    """Send the rows of rank `source` to rank 0, which writes them. Call it on these two ranks.
+
+    Returns what has failed. Rank 0 then goes on receiving, so that the other does not wait for it.
+    """
     sizes = torch.zeros(len(rows), 2, dtype=torch.int64)
     if not world.is_main:
         sizes = torch.tensor([[each.first, len(each.values)] for each in rows.values()])
@@ -135,12 +145,16 @@ def _relay(
             world.send_to_main(values, source)
         return Rows(values, first, own.shape)
 
-    if world.is_main:
-        _write(folder, places, passed_on)
-        return
-    for tensors in places.values():
-        for tensor, _ in tensors:
-            passed_on(tensor)
+    errors = list[OSError]()
+    for name, tensors in places.items():
+        for tensor, start in tensors:
+            received = passed_on(tensor)
+            if world.is_main and not errors:
+                try:
+                    _write(folder, {name: [(tensor, start)]}, {tensor: received}.__getitem__)
+                except OSError as error:
+                    errors.append(error)
+    return errors
 
 
 def together(world: World, path: Path, work: Callable[[], T]) -> list[T]:

@@ -107,6 +107,11 @@ class Recovery:
         attempts = tuple(Attempt(**attempt) for attempt in tree["attempts"])
         return cls(attempts, int(tree["micro_batch_divisor"]), tuple(tree["skipped"]))
 
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether `auto` now means that all layers recompute: the estimate has been too low."""
+        return any(each.kind == "out of memory" for each in self.attempts)
+
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
         """The recovery once `failure` has happened, after `step` steps of the user's `config`.
 
@@ -120,7 +125,8 @@ class Recovery:
         failure.times = len(list(alike))
         if failure.kind == "out of memory":
             size = config.training.batch_size // self.micro_batch_divisor
-            failure.is_final = size == 1
+            was_least = self.recomputes_all or config.launch.gradient_checkpointing != "auto"
+            failure.is_final = size == 1 and was_least
             factor = next((n for n in range(2, size + 1) if size % n == 0), 1)
             return replace(changed, micro_batch_divisor=self.micro_batch_divisor * factor)
         if failure.kind == "non-finite":
@@ -138,6 +144,8 @@ class Recovery:
         if not self.attempts:
             return ""
         parts = [f"Resuming after: {self.attempts[-1].kind}"]
+        if self.recomputes_all and config.launch.gradient_checkpointing == "auto":
+            parts.append("recomputing all layers")
         if self.micro_batch_divisor > 1:
             now = BatchPlan.of(config.training, 1, divisor=self.micro_batch_divisor)
             accumulation = f"gradient_accumulation_steps {now.accumulation}"

@@ -4,6 +4,7 @@ That a training resumes from them to the same bits: `test_same_training.py`; fro
 was killed at any moment: `test_strikes.py`.
 """
 
+import errno
 import logging
 import os
 import resource
@@ -21,6 +22,7 @@ from trainings import PRELOADED, on_ranks, on_two_ranks
 
 from infini_model.config import ModelConfig, TrainingConfig
 from infini_model.model.hf import weights as weights_files
+from infini_model.model.hf.config import NO_TOKENS
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
@@ -31,7 +33,7 @@ from infini_model.runtime.runs import (
     prune_checkpoints,
     verify_checkpoint,
 )
-from infini_model.training import checkpoint
+from infini_model.training import checkpoint, tensor_files
 from infini_model.training.callbacks import Callback
 from infini_model.training.checkpoint import (
     BackgroundWriter,
@@ -153,7 +155,7 @@ def test_a_job_does_not_block_the_caller_but_the_next_job_waits_and_raises_its_e
 def test_a_snapshot_does_not_change_with_the_training(trained):
     model, optimizer = trained
     copy = HostCopy(WORLD)
-    copy.preallocate(model, optimizer)
+    copy.preallocation(model, optimizer)()
     before = {file_name(n): p.detach().clone() for n, p in model.named_parameters()}
     snapshot = copy.take(model, optimizer)
     ids = torch.randint(0, 11, (2, 8))
@@ -246,3 +248,38 @@ def test_sharded_checkpoints_are_whole_files_for_any_number_of_ranks(
         assert [(found / name).read_bytes() for name in names] == expected, (count, folders)
         assert not (there / again).exists()
         shutil.rmtree(here / again)
+
+
+def save_where_one_fails(config, dataset, run_dir, folders, failing):
+    """Save as ranks in `folders`, twice: at first `failing` cannot write its rows, or another's."""
+    rank, write, calls = int(os.environ["RANK"]), tensor_files._write, []
+    os.chdir(folders[rank])
+
+    def write_but_once(*args):
+        calls.append(args)
+        if rank == failing and len(calls) == 2 - failing:
+            raise OSError(errno.ENOSPC, "full")
+        write(*args)
+
+    tensor_files._write = write_but_once
+    with join_world(config.launch) as world:
+        setup, writers = build_setup(config, dataset, run_dir, world), world.beside()
+        snapshot = HostCopy(world).take(setup.model, setup.optimizer)
+        arguments = Path("again"), snapshot, setup.state(0, 0), 1, NO_TOKENS, None, writers
+        with pytest.raises(UserError, match="step-0: the disk is full"):
+            save_checkpoint(*arguments)
+        save_checkpoint(*arguments)
+        setup.loader.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_nothing(
+    failing, dataset, make_config, tmp_path
+):
+    """Rank 0 what it is sent, rank 1 what it holds."""
+    folders = [tmp_path, tmp_path / "there"] if failing == 0 else [tmp_path, tmp_path]
+    folders[1].mkdir(exist_ok=True)
+    config = make_config(launch={"strategy": "fsdp"})
+    on_two_ranks(save_where_one_fails, config, dataset, tmp_path / "run", folders, failing)
+    (folder,) = (tmp_path / "again/checkpoints").iterdir()
+    verify_checkpoint(folder)

@@ -18,7 +18,8 @@ from infini_model.training.launch.recovery import (
 @pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1]), (7, [7, 1]), (12, [12, 6, 3, 1])])
 def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, batch_size, sizes):
     training = {"batch_size": batch_size, "gradient_accumulation_steps": 3}
-    config, recovery = make_config(training=training), Recovery()
+    launch = {"gradient_checkpointing": False}
+    config, recovery = make_config(training=training, launch=launch), Recovery()
     for size in sizes:
         plan = BatchPlan.of(config.training, 2, divisor=recovery.micro_batch_divisor)
         assert plan == BatchPlan(2, batch_size * 3 // size, size)
@@ -27,6 +28,16 @@ def test_out_of_memory_cuts_the_micro_batch_until_it_is_one_window(make_config, 
         failure = TrainingFailure("out of memory", "full", 0)
         recovery = recovery.after(failure, config, step=4)
         assert failure.is_final == (size == 1)
+
+
+def test_out_of_memory_recomputes_all_layers_where_their_number_is_found(make_config):
+    config, recovery = make_config(training={"batch_size": 1}), Recovery()
+    for is_final in (False, True):
+        assert ("recomputing all layers" in recovery.describe(config)) == is_final
+        failure = TrainingFailure("out of memory", "full", 0)
+        recovery = recovery.after(failure, config, step=4)
+        assert failure.is_final is is_final
+        assert recovery.recomputes_all
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["repeated", "skipped"])

@@ -108,7 +108,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank holds of a training at one step; it must not change while in use.
+    """A rank's part of a training at one step; it must not change while in use.
 
     Attributes:
         config: The model's configuration.

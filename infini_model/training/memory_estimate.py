@@ -238,7 +238,7 @@ def _activations(
 
 @dataclass(frozen=True)
 class Need:
-    """What a training needs on a machine.
+    """The needs of a training on a machine.
 
     Attributes:
         process: What a process needs.

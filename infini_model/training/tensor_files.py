@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", tor
 
 
 class Rows(NamedTuple):
-    """What a rank holds of a tensor: consecutive rows, or none.
+    """A rank's part of a tensor: consecutive rows, or none.
 
     Attributes:
         values: [rows, ...] on the CPU; [] of a tensor without dimensions.
@@ -129,7 +129,7 @@ def _relay(
 ) -> list[OSError]:
     """Send the rows of rank `source` to rank 0, which writes them. Call it on these two ranks.
 
-    Returns what has failed. Rank 0 then goes on receiving, so that the other does not wait for it.
+    Returns an error of rank 0, which receives the rest nevertheless: the other waits for that.
     """
     sizes = torch.zeros(len(rows), 2, dtype=torch.int64)
     if not world.is_main:

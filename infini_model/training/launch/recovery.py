@@ -109,7 +109,7 @@ class Recovery:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether `auto` now means that all layers recompute: the estimate has been too low."""
+        """True after running out of memory: `auto` then means all layers, as it was too few."""
         return any(each.kind == "out of memory" for each in self.attempts)
 
     def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:

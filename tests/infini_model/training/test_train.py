@@ -31,6 +31,8 @@ from infini_model.runtime.storage import sha256, write_json
 from infini_model.training.callbacks import Callback, Callbacks
 from infini_model.training.checkpoint import read_state
 from infini_model.training.distributed import World, deterministic_algorithms
+from infini_model.training.launch.failures import TrainingFailure
+from infini_model.training.launch.recovery import record_failure
 from infini_model.training.run_status import read_status
 from infini_model.training.train import Trainer, train
 
@@ -367,3 +369,15 @@ def test_an_operation_without_a_deterministic_form_is_an_error_that_names_the_se
     assert not torch.are_deterministic_algorithms_enabled()
     with pytest.raises(RuntimeError, match="another"), deterministic_algorithms():
         raise RuntimeError("another")
+
+
+def test_all_layers_are_recomputed_once_memory_has_run_out(dataset, make_config, tmp_path, caplog):
+    config, run_dir = make_config(training={"max_steps": 1, "batch_size": 4}), tmp_path / "run"
+    run_dir.mkdir()
+    record_failure(run_dir, TrainingFailure("out of memory", "full", 0), config)
+    with caplog.at_level(logging.INFO):
+        train(config, dataset, run_dir)
+        train(config, dataset, tmp_path / "other")
+    said = [line for line in caplog.messages if line.startswith("Recomputed layers: ")]
+    layers = config.model.num_hidden_layers
+    assert said == [f"Recomputed layers: {count} of {layers}" for count in (layers, 0)]

@@ -267,11 +267,11 @@ def gibibytes(size: str) -> int:
     return int(size.removesuffix("Gi").removesuffix("+")) * GIB
 
 
-def test_the_first_node_has_the_memory_that_production_takes() -> None:
+def test_a_node_has_the_memory_that_production_takes_when_the_other_is_lost() -> None:
     gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert SKYPILOT["resources"]["accelerators"].endswith(f":{gpus}")
     (shared,) = [each["emptyDir"]["sizeLimit"] for each in POD["volumes"] if "emptyDir" in each]
-    machine = Machine("cuda", JOB["completions"] * gpus, gpus, True, 80 * GIB, 0)
+    machine = Machine("cuda", gpus, gpus, True, 80 * GIB, 0)
     needed = Need.of(known_shape(configure(["production"])), machine).main
     # Ray may put any worker first.
     assert RAY_WORKER["resources"] == CONTAINER["resources"]

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, St
 
 from infini_model.config.locations import LocalFolder, RayAddress
 from infini_model.config.section import (
+    MOST,
     NAME,
     Fraction,
     NonNegativeInt,
@@ -81,6 +82,15 @@ class LoraConfig(Section):
     all norms. Long contexts need [embed_tokens, norm]."""
 
 
+class EarlyStoppingConfig(Section):
+    """The end of a training whose validation loss no longer improves."""
+
+    patience: PositiveInt = 5
+    """Validations without an improvement after which the training ends."""
+    min_delta: NonNegativeFloat = 0.0
+    """Smallest improvement of the loss that counts, in nats per token."""
+
+
 class TrainingConfig(Section):
     """Optimizer, schedule and batches."""
 
@@ -137,6 +147,9 @@ class TrainingConfig(Section):
     """Run of this output folder whose newest checkpoint, or that of STEP, the run begins from: with
     its weights, the optimizer's state and its position in the data. infini branch sets it; null
     (default) begins anew."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Ends the training before its last step once the validation loss no longer improves; the
+    schedule of the learning rate stays that of all steps. null (default) is off."""
     lora: LoraConfig | None = None
     """Trains low-rank adapters, in peft's format, beside the frozen model.initial_weights; null
     (default) trains all weights."""
@@ -243,6 +256,15 @@ class LaunchConfig(Section):
         return int(least), int(most or least)
 
 
+class ProfileConfig(Section):
+    """The steps that are profiled, by their numbers."""
+
+    start: Annotated[int, Field(ge=2, le=MOST)] = 20
+    """First step; the one before it warms the profiler up."""
+    steps: Annotated[int, Field(ge=1, le=100)] = 3
+    """Number of steps."""
+
+
 class LoggingConfig(Section):
     """What a training run reports while it runs, and how often."""
 
@@ -252,6 +274,10 @@ class LoggingConfig(Section):
     """Steps between validations."""
     tensorboard_dir: LocalFolder | None = None
     """Folder for TensorBoard files; null (default) is logs/tensorboard in the run folder."""
+    profile: ProfileConfig | None = None
+    """Profiles a few steps: torch.profiler's trace of each rank, and on a GPU the history of its
+    memory, in profile in the run folder and in MLflow; the dearest operators in the report. null
+    (default) is off."""
     debug: bool = False
     """Whether to print a report of the tensors at fault when a loss or gradient is NaN or
     infinite."""

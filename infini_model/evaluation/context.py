@@ -15,12 +15,13 @@ from torch import Tensor
 from infini_model.config import Config
 from infini_model.data.loading.windows import Windows, open_windows, validation_batches
 from infini_model.data.manifest import Manifest, Split, read_manifest
+from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.model.layers import Part
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
-from infini_model.objectives.scoring import Scorer
+from infini_model.objectives.scoring import Scorer, bits_per_byte
 from infini_model.runtime.errors import CheckpointError
-from infini_model.runtime.runs import MODEL, newest_checkpoint
+from infini_model.runtime.runs import MODEL, is_started, newest_checkpoint, read_run
 from infini_model.runtime.storage import MANIFEST, content_key, sha256, write_json
 from infini_model.training.checkpoint import read_state
 from infini_model.training.export import load_model
@@ -36,12 +37,14 @@ class Score(NamedTuple):
     Attributes:
         tokens: Tokens predicted, without masked ones; of conversations, those that are learned.
         loss: Mean loss in nats per token, for each of these; None without any.
+        bits_per_byte: The same in bits for each byte of text; None without any.
         by_source: The scores of the named sources.
     """
 
     windows: int = 0
     tokens: int = 0
     loss: float | None = None
+    bits_per_byte: float | None = None
     by_source: Mapping[str, Score] = {}
 
     @property
@@ -51,11 +54,12 @@ class Score(NamedTuple):
 
 
 def _score(windows: int, totals: Tensor) -> Score:
-    """The score of windows with these loss sums and target counts by segment, [2, S]."""
-    loss, count = totals.sum(1).tolist()
+    """The score of windows with these loss sums, targets and their bytes by segment, [3, S]."""
+    loss, count, size = totals.sum(1).tolist()
     # Shares of an answer add up to almost 1.
     tokens = round(count)
-    return Score(windows, tokens, loss / count if tokens else None)
+    mean = loss / count if tokens else None
+    return Score(windows, tokens, mean, bits_per_byte(loss, size))
 
 
 class Pass(NamedTuple):
@@ -87,7 +91,8 @@ class EvalContext:
         position: The training state of the checkpoint.
         model: The model in eval mode, on the device of `launch.gpus`.
         scorer: Scores batches, also those that a task makes itself.
-        last_step: Total optimizer steps of the run.
+        planned_steps: Optimizer steps for which the run was planned.
+        last_step: The step with which it ends, an earlier one after early stopping.
         on_windows: Called after each scored batch with its number of windows.
     """
 
@@ -103,7 +108,9 @@ class EvalContext:
             raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
         self.run_dir, self.dataset_dir, self.config = run_dir, dataset_dir, config
         self.checkpoint, self.position = checkpoint, read_state(checkpoint)
-        self.last_step, self.plots_dir = self.position.last_step(config), run_dir / "plots"
+        self.planned_steps = int(self.position.config["training"]["max_steps"])
+        recorded = read_run(run_dir).max_steps if is_started(run_dir) else None
+        self.last_step, self.plots_dir = recorded or self.planned_steps, run_dir / "plots"
         self.manifest: Manifest = read_manifest(dataset_dir)
         self.model = load_model(checkpoint / MODEL, config)
         entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
@@ -113,7 +120,8 @@ class EvalContext:
                 f"{dataset_dir} needs {needed}"
             )
         module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
-        self.scorer = Scorer(module, self.model.precision, self.model.lm_head.weight.device)
+        device, tokenizer = self.model.lm_head.weight.device, load_dataset_tokenizer(dataset_dir)
+        self.scorer = Scorer(module, self.model.precision, device, tokenizer.byte_lengths())
         self._windows: dict[Split, Windows] = {
             split: open_windows(
                 dataset_dir, split, config.packing, self.model.config.segment_length
@@ -140,7 +148,7 @@ class EvalContext:
         key, settings = Pass(split, without), self.config.evaluation
         if key in self._scores:
             return self._scores[key]
-        windows, totals = self._windows[split], torch.zeros(1, 2, 1)
+        windows, totals = self._windows[split], torch.zeros(1, 3, 1)
         for batch in validation_batches(
             windows, settings.batch_size, max_windows=settings.max_windows
         ):
@@ -169,7 +177,7 @@ class EvalContext:
             for first in range(0, draws, size):
                 keys = number * draws + np.arange(first, min(first + size, draws))
                 batch = windows.gather(np.full(len(keys), number), keys)
-                total += self.scorer.score(batch).sum((0, 2)).cpu()
+                total += self.scorer.score(batch)[:, :2].sum((0, 2)).cpu()
             rows.append(total)
         return torch.stack(rows)
 

@@ -26,6 +26,7 @@ from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, is_locked, sha256
 from infini_model.training.checkpoint import read_state
 from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
+from infini_model.training.profiling import profile_files
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -61,7 +62,7 @@ def log_evaluation(
         elif not is_locked(run_dir / CHECKPOINTS / ".lock"):
             sink.correct_status("KILLED")
         target = _record_of(sink, config, result)
-        for file in (result.report, result.html, *result.plots):
+        for file in (result.report, result.html, *result.plots, *profile_files(run_dir)):
             folder = file.relative_to(run_dir).parent.as_posix()
             sink.client.log_artifact(target, str(file), None if folder == "." else folder)
         model = None

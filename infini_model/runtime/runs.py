@@ -40,6 +40,8 @@ REPORT, REPORT_PAGE = "report.md", "report.html"
 INITIAL_WEIGHTS = "initial_weights.json"
 # The metric by which runs are ranked and compared.
 VALIDATION_LOSS = "evaluation/validation_loss"
+# The same loss for runs whose tokenizers differ.
+VALIDATION_BITS = "evaluation/validation_bits_per_byte"
 CHECKPOINTS, MODEL = "checkpoints", "model"
 STEP = re.compile(rf"{CHECKPOINTS}/step-(\d+)")
 # The file of a checkpoint that says where in the training it was saved.
@@ -100,8 +102,11 @@ def is_started(run_dir: Path) -> bool:
 
 
 def record_last_step(run_dir: Path, step: int) -> None:
-    """Record the total steps of a run that is configured by `training.epochs`."""
-    if is_started(run_dir) and (record := read_run(run_dir)).max_steps is None:
+    """Record the step with which a run ends, known later with `training.epochs` and early stopping.
+
+    Do nothing in a folder that no command has claimed.
+    """
+    if is_started(run_dir) and (record := read_run(run_dir)).max_steps != step:
         write_record(run_dir / RUN, record.model_copy(update={"max_steps": step}))
 
 
@@ -288,7 +293,13 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     `damaged-step-N`, which pruning ignores and which can still be inspected.
     """
     folder = run_dir / CHECKPOINTS
-    for place in (folder, run_dir, run_dir / "logs", *(run_dir / "debug").rglob("*")):
+    for place in (
+        folder,
+        run_dir,
+        run_dir / "logs",
+        run_dir / "profile",
+        *(run_dir / "debug").rglob("*"),
+    ):
         remove_leftovers(place)
     for _, path in list_checkpoints(run_dir):
         if path == checkpoint:

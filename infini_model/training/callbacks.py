@@ -37,6 +37,8 @@ class Step:
         loss_scale: Loss scale in fp16 after the step; None in other precisions.
         overflowed: Whether gradients overflowed in fp16, so that the update was skipped.
         first_window: Windows read before the global batch, over all ranks.
+        peak_bytes: Most memory that this rank held at once during the step, on a GPU that of its
+            tensors, on the CPU that of the process; None where the platform does not say.
         seconds: Wall-clock time of the step.
         wait_seconds: How much of it the step waited for its batches.
     """
@@ -51,6 +53,7 @@ class Step:
     loss_scale: float | None
     overflowed: bool
     first_window: int
+    peak_bytes: int | None
     seconds: float
     wait_seconds: float
     logged: bool
@@ -68,7 +71,8 @@ class Evaluation:
     Attributes:
         step: Steps taken before it.
         loss: Mean loss over the targets, in nats.
-        by_source: The same of each named source that has some.
+        bits_per_byte: The same in bits for each byte of text; None without any.
+        by_source: The mean loss of each named source that has some.
         sums: Of the losses, by segment of the window, float64 [S].
         targets: Their number, by segment, float64 [S].
     """
@@ -76,6 +80,7 @@ class Evaluation:
     step: int
     split: str
     loss: float
+    bits_per_byte: float | None
     by_source: Mapping[str, float]
     sums: Tensor
     targets: Tensor
@@ -86,6 +91,9 @@ class Callback:
 
     def on_start(self, step: int) -> None:
         """The training starts, or resumes after `step` steps."""
+
+    def before_step(self, number: int) -> None:
+        """Step `number` begins; on a GPU the one before it may still be computed."""
 
     def before_collective(self) -> None:
         """A collective operation of the step starts, which may wait for the other ranks."""

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from infini_model.config import Config, ModelConfig
+from infini_model.config import ModelConfig
 from infini_model.data.loading.loader import Origin
 from infini_model.model.hf.adapter import Adapter, write_adapter
 from infini_model.model.hf.config import NO_TOKENS, TokenIds
@@ -90,10 +90,6 @@ class TrainerState:
         known = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree}
         origin = known.pop("origin", None)
         return cls(**known, origin=None if origin is None else Origin(**origin))
-
-    def last_step(self, config: Config) -> int:
-        """Total optimizer steps: those set in `config`, or those computed from the epochs."""
-        return config.training.max_steps or int(self.config["training"]["max_steps"])
 
     def write(self, folder: Path) -> None:
         """Write `state.json` of a checkpoint, with the versions of what wrote it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infini_model.runtime.machine import peak_memory
 from infini_model.runtime.processes import STOPS
 from infini_model.training.callbacks import Step
 from infini_model.training.distributed import received_stop
@@ -68,6 +69,15 @@ def copy_to_host(*numbers: Tensor) -> Tensor:
         return stacked
     host = torch.empty_like(stacked, device="cpu", pin_memory=True)
     return host.copy_(stacked, non_blocking=True)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most memory in use at once since the last call, as in `Step`."""
+    if device.type != "cuda":
+        return peak_memory()
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:

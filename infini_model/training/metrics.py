@@ -78,6 +78,8 @@ class Recorder(Callback):
             "train/step_seconds": step.seconds,
             "train/data_wait_seconds": step.wait_seconds,
         }
+        if step.peak_bytes is not None:
+            values["train/peak_memory_megabytes"] = step.peak_bytes / MEGABYTE
         if step.loss_scale is not None:
             values["train/loss_scale"] = step.loss_scale
         if step.overflowed:
@@ -95,10 +97,12 @@ class Recorder(Callback):
         self._file.append(step.number, metrics)
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        """The loss of the split, by source, and by segment of windows with several."""
+        """The loss of the split, also in bits per byte, by source, and by segment of windows."""
         split, by_segment = evaluation.split, loss_by_segment(evaluation.sums, evaluation.targets)
+        bits = evaluation.bits_per_byte
         return {
             f"{split}/loss": evaluation.loss,
+            **({} if bits is None else {f"{split}/bits_per_byte": bits}),
             **{f"{split}/{name}/loss": loss for name, loss in evaluation.by_source.items()},
             **{f"{split}/loss_by_segment/{k}": v for k, v in by_segment.items()},
         }
@@ -267,11 +271,12 @@ class Console(Callback):
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         if self._setup.world.is_main:
-            total = self._setup.config.training.total_steps
+            total, bits = self._setup.config.training.total_steps, evaluation.bits_per_byte
+            in_bits = "" if bits is None else f" | bits per byte: {bits:.4f}"
             by_source = "".join(f" | {n}: {loss:.4f}" for n, loss in evaluation.by_source.items())
             log.info(
-                "Step [%d/%d] | %s/loss: %.4f%s",
-                *(evaluation.step, total, evaluation.split, evaluation.loss, by_source),
+                "Step [%d/%d] | %s/loss: %.4f%s%s",
+                *(evaluation.step, total, evaluation.split, evaluation.loss, in_bits, by_source),
             )
 
 

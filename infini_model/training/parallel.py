@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,11 +57,14 @@ class TrainModule:
     compiled, both in words. The parameters of the model are shards under FSDP.
     """
 
-    def __init__(self, module: LossModule, config: Config, world: World) -> None:
+    def __init__(
+        self, module: LossModule, config: Config, world: World, byte_lengths: np.ndarray
+    ) -> None:
+        """`byte_lengths` is as for `Scorer`."""
         self._module, self._world = module, world
         self.model, self.objective = module.model, module.objective
         self.precision = resolve_precision(config.training.precision, world.device)
-        self._scorer = Scorer(module, self.precision, world.device)
+        self._scorer = Scorer(module, self.precision, world.device, byte_lengths)
         kernel = resolve_backend(
             config.launch.attention_backend,
             world.device,

@@ -172,7 +172,8 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     config = config.updated(launch={"gradient_checkpointing": world.broadcast(find_recomputed)})
     checkpoint = None if start is None else run_dir / step_key(start.step)
     module, optimizer = _model_and_optimizer(config, checkpoint, weights, world)
-    train_module = TrainModule(module, config, world)
+    byte_lengths = load_dataset_tokenizer(dataset_dir).byte_lengths()
+    train_module = TrainModule(module, config, world, byte_lengths)
     scaler = LossScaler(world.device, enabled=train_module.precision.name == "fp16")
     if start is not None and start.scaler is not None:
         scaler.load_state_dict(start.scaler)
@@ -198,7 +199,8 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     record: MetricsFile | None = None
     if world.is_main:
         record_settings(run_dir, asked)
-        record_last_step(run_dir, config.training.total_steps)
+        if asked.training.max_steps is None:
+            record_last_step(run_dir, config.training.total_steps)
         record = MetricsFile(run_dir, saved_step)
     lora = config.training.lora
     checkpointer = Checkpointer(

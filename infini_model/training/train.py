@@ -31,9 +31,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from infini_model.config import Config
 from infini_model.data.loading.windows import Batch
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.objectives.scoring import bits_per_byte
 from infini_model.runtime.errors import NonFiniteError
 from infini_model.runtime.processes import deferred_signals
-from infini_model.runtime.runs import MODEL, prune_checkpoints, step_key
+from infini_model.runtime.runs import MODEL, prune_checkpoints, record_last_step, step_key
 from infini_model.training.callbacks import Callback, Callbacks, Evaluation, Status, Step
 from infini_model.training.distributed import (
     StopSignals,
@@ -42,8 +43,15 @@ from infini_model.training.distributed import (
     join_world,
     received_stop,
 )
+from infini_model.training.early_stopping import EarlyStopping
 from infini_model.training.export import export_model
-from infini_model.training.launched_step import LaunchedStep, copy_to_host, recorded_event
+from infini_model.training.garbage_collection import GarbageCollection
+from infini_model.training.launched_step import (
+    LaunchedStep,
+    copy_to_host,
+    peak_bytes,
+    recorded_event,
+)
 from infini_model.training.metrics import (
     Console,
     Recorder,
@@ -54,6 +62,7 @@ from infini_model.training.metrics import (
 from infini_model.training.nan_report import REMEDIES, NonFiniteReports, non_finite_error
 from infini_model.training.optimizer import set_learning_rate
 from infini_model.training.parallel import TrainModule, full_tensor
+from infini_model.training.profiling import Profiler
 from infini_model.training.setup import TrainingSetup, build_setup, only_writer
 from infini_model.training.source_epochs import SourceEpochs
 from infini_model.training.tracking import Exporters
@@ -151,6 +160,8 @@ class Trainer:
         # On the device: whether a step since the start was not finite.
         self._failed = torch.zeros((), dtype=torch.bool, device=self.world.device)
         self._unread: LaunchedStep | None = None
+        stopping = self.config.training.early_stopping
+        self.early_stopping = None if stopping is None else EarlyStopping(stopping, setup)
         self._callbacks = Callbacks([*callbacks, *default_callbacks(self)])
 
     @property
@@ -160,12 +171,13 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the last step, or until a signal stops it."""
-        total, began_at = self.config.training.total_steps, self.step
+        began_at, is_complete = self.step, False
         self._callbacks.call(Callback.on_start, self.step)
         while not self._is_stopped():
             if self._is_due(self.config.logging.eval_steps):
                 self._evaluate("validation")
-            if self.step == total:
+                is_complete = self._is_last()
+            if is_complete:
                 self._evaluate("test")
                 break
             if not self._is_stopped():
@@ -175,12 +187,13 @@ class Trainer:
             if self._is_due(self.config.checkpoint.save_steps):
                 self._save()
         self._save()
-        self._finish(is_new=self.step > began_at)
+        self._finish(is_new=self.step > began_at, is_complete=is_complete)
         return Outcome(self.step, self.stopped_by)
 
     def _take_step(self) -> None:
         """One optimizer step on the next global batch. Re-raises checkpoint writer errors."""
         self.checkpointer.writer.check()
+        self._callbacks.call(Callback.before_step, self.step + 1)
         began = time.perf_counter()
         after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
@@ -222,6 +235,7 @@ class Trainer:
                 learning_rate=rate,
                 first_window=self.loader.windows_read - self.loader.global_batch,
                 wait_seconds=self.loader.wait_seconds,
+                peak_bytes=peak_bytes(self.world.device),
                 logged=self._is_due(self.config.logging.logging_steps),
             ),
             numbers=copy_to_host(
@@ -264,6 +278,12 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.training.total_steps
 
+    def _is_last(self) -> bool:
+        """Return True if the training ends with this step, which has been validated."""
+        if self.step == self.config.training.total_steps:
+            return True
+        return self.early_stopping is not None and self.early_stopping.ends(self.step)
+
     def _is_stopped(self) -> bool:
         return self.stopped_by is not None
 
@@ -282,14 +302,15 @@ class Trainer:
         totals = validate_split(self.setup, split, self._check_stop_between_batches)
         if totals is not None:
             windows = self.setup.windows(split)
-            sums, targets = windows.add_sources(totals, self.config.evaluation.max_windows)
+            sums, targets, sizes = windows.add_sources(totals, self.config.evaluation.max_windows)
             loss = float(sums.sum() / targets.sum().clamp(min=1))
             if not math.isfinite(loss):
                 raise NonFiniteError(f"step {self.step}: {name} is {loss}. {REMEDIES}")
             scored = zip(windows.sources, totals.sum(2).tolist(), strict=True)
-            by_source = {n: total / count for n, (total, count) in scored if n and count}
+            by_source = {n: total / count for n, (total, count, _) in scored if n and count}
+            bits = bits_per_byte(float(sums.sum()), float(sizes.sum()))
             self._callbacks.finish_evaluation(
-                Evaluation(self.step, split, loss, by_source, sums, targets)
+                Evaluation(self.step, split, loss, bits, by_source, sums, targets)
             )
         self.setup.model.train()
 
@@ -311,12 +332,13 @@ class Trainer:
         """Tell the callbacks that something may take much longer than a step."""
         self._callbacks.call(Callback.expect_long_work)
 
-    def _finish(self, *, is_new: bool) -> None:
+    def _finish(self, *, is_new: bool, is_complete: bool) -> None:
         """Wait until this step's checkpoint, and the export after the last step, are on disk."""
         self.expect_long_work()
         self.checkpointer.writer.wait()
-        is_last = self.step == self.config.training.total_steps
-        if self.world.is_main and is_last and (is_new or not (self.run_dir / MODEL).exists()):
+        if self.world.is_main and is_complete:
+            record_last_step(self.run_dir, self.step)
+        if self.world.is_main and is_complete and (is_new or not (self.run_dir / MODEL).exists()):
             prune_checkpoints(self.run_dir, self.config.checkpoint.save_total_limit)
             tokenizer = load_dataset_tokenizer(self.setup.dataset_dir)
             export_model(self.run_dir / step_key(self.step), self.run_dir / MODEL, tokenizer)
@@ -336,7 +358,7 @@ class Trainer:
 def default_callbacks(trainer: Trainer) -> list[Callback]:
     """The callbacks of a rank, in the order in which they are called."""
     setup = trainer.setup
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [GarbageCollection()]
     if setup.record is not None:
         callbacks += [
             Recorder(setup.record),
@@ -345,6 +367,10 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
             SpikeWarning(setup.plan.global_batch),
         ]
     callbacks += [MemoryReports(setup), SourceEpochs(setup), Utilization(setup), Console(setup)]
+    if trainer.early_stopping is not None:
+        callbacks.append(trainer.early_stopping)
+    if (profile := setup.config.logging.profile) is not None:
+        callbacks.append(Profiler(profile, setup, trainer.expect_long_work))
     if setup.config.logging.debug:
         callbacks.append(NonFiniteReports(setup, trainer.expect_long_work))
     return callbacks

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 def validate_split(
     setup: TrainingSetup, split: str, is_stopped: Callable[[], bool]
 ) -> Tensor | None:
-    """Loss sums and target counts of a sample of the split, the same on all ranks.
+    """Loss sums, targets and their bytes of a sample of the split, the same on all ranks.
 
-    They are by source and segment of the window, [sources, 2, S] float64 on the CPU. `is_stopped`
+    They are by source and segment of the window, [sources, 3, S] float64 on the CPU. `is_stopped`
     is called after each batch on all ranks; if true, validation stops and returns None.
     """
     totals: Tensor | None = None

@@ -95,7 +95,7 @@ class Windows:
         return np.concatenate([part.start + sample_windows(len(part), n) for part, n in sizes])
 
     def add_sources(self, totals: Tensor, max_windows: int | None) -> Tensor:
-        """Add up what was summed over the sample of each source, [sources, 2, S]: [2, S].
+        """Add up what was summed over the sample of each source, [sources, …, S]: […, S].
 
         Each is weighted as all windows of its source, so that the mean loss is that of the split.
         """

@@ -58,6 +58,8 @@ UNKNOWN, UNKNOWN_START = r"[^\pC\pL\pM\pN\pP\pS\pZ]", (0xE0, 0xE1, 0xEA, 0xF0)
 # `tokenizers` is slow, so of a long text only both ends are compared, each of END_BYTES. END_MARGIN
 # tokens next to the cut are ignored, since the missing text could change them.
 END_BYTES, END_MARGIN = 1 << 12, 32
+# A byte in a vocabulary of SentencePiece.
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 # Texts that tell what a post-processor puts around every text.
 FRAMED = ("a", "Hello, world")
 
@@ -250,6 +252,20 @@ class BPETokenizer:
         values = without_ends(ids, self.bos_token_id, self.eos_token_id).tolist()
         text: str = self._reference.decode(values, skip_special_tokens=False)
         return text
+
+    def byte_lengths(self) -> np.ndarray:
+        def length(text: str) -> int:
+            # As SentencePiece spells a byte and a space.
+            return 1 if BYTE_TOKEN.fullmatch(text) else len(text.replace("▁", " ").encode())
+
+        # A character of byte-level BPE is a byte.
+        is_level = "ByteLevel" in json.dumps(json.loads(self.definition())["decoder"])
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for text, number in self._reference.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(text) if is_level else length(text)
+        for number, added in self._reference.get_added_tokens_decoder().items():
+            lengths[number] = 0 if added.special else length(added.content)
+        return lengths
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether `tokenizers` gives `ids` for `text`, which is UTF-8.

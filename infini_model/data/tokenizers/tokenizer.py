@@ -79,6 +79,9 @@ class Tokenizer(Protocol):
         A beginning-of-text token at the start and an end-of-text token at the end are left out.
         """
 
+    def byte_lengths(self) -> np.ndarray:
+        """The bytes of UTF-8 that each token stands for, int32 [vocab_size]; 0 if it is special."""
+
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether the reference implementation gives `ids` for `text`, which is UTF-8."""
 
@@ -167,6 +170,11 @@ class ByteTokenizer:
         """The text of bytes, with U+FFFD for what is not UTF-8 but the end-of-text token."""
         values = without_ends(ids, None, self.eos_token_id).astype(np.uint8).tobytes()
         return values.replace(b"\xff", b"<|end_of_text|>").decode("utf-8", "replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        lengths = np.ones(self.vocab_size, np.int32)
+        lengths[self.eos_token_id] = 0
+        return lengths
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         return np.array_equal(np.frombuffer(text, np.uint8), ids)

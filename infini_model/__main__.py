@@ -112,10 +112,13 @@ def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from infini_model.data.downloads import download_shards
     from infini_model.evaluation.mlflow import log_evaluation
     from infini_model.evaluation.report import evaluate_run
+    from infini_model.training.trackers import send_evaluation
 
     download_shards(arguments.dataset)
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
     log_evaluation(arguments.run_dir, arguments.dataset, config, result)
+    is_finished = result.step >= result.last_step
+    send_evaluation(arguments.run_dir, config, result.step, result.metrics, is_finished=is_finished)
     return result.model_dump(mode="json")
 
 

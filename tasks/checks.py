@@ -21,14 +21,17 @@ from infini_model.training.model_shape import (
     known_shape,
     with_objective,
 )
+from infini_model.training.trackers import check_trackers
 from tasks.flow_run import current_owner
 
 
 def refresh_and_check_stores(config: Config, *, builds_dataset: bool) -> None:
-    """Bring the records of stored runs here, and check the stores and the parent of a branch.
+    """Bring the records of stored runs here; check the stores, a branch's parent and the trackers.
 
-    Raises `StoreError` if a store ignores conditions, as `ObjectStore` does, and as `check_branch`.
+    Raises `StoreError` if a store ignores conditions, as `ObjectStore` does, and as `check_branch`
+    and `check_trackers`.
     """
+    check_trackers(config)
     refresh_runs(config.run.runs_dir, config.run.store)
     check_stores(config.run, builds_dataset=builds_dataset)
     check_branch(config, current_owner())

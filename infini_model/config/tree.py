@@ -41,7 +41,7 @@ Retries = Annotated[int, Field(ge=0, le=50)]
 
 
 class TrackingConfig(Section):
-    """Experiment tracking: MLflow and TensorBoard."""
+    """Experiment tracking: MLflow, TensorBoard, Weights & Biases and trackio."""
 
     mlflow: bool = True
     """Whether to record runs in MLflow."""
@@ -57,6 +57,12 @@ class TrackingConfig(Section):
     the lowest validation loss. null (default) does not register it."""
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
+    wandb: Name | None = None
+    """Project of Weights & Biases to record runs in too, which needs the package wandb and a login
+    or WANDB_API_KEY; null (default) is none."""
+    trackio: bool = False
+    """Whether to record runs in trackio too, in a project called as experiment_name; needs the
+    package trackio."""
 
     @model_validator(mode="before")
     @classmethod

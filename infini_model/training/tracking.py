@@ -1,4 +1,4 @@
-"""Exporters that follow `metrics.jsonl`: TensorBoard and MLflow.
+"""Exporters that follow `metrics.jsonl`: TensorBoard, MLflow, and other trackers.
 
 Each runs in its own thread, so one that is slow or down never delays the training. It receives
 what it missed once it is back, at the end, or when the run is next resumed or evaluated.
@@ -19,6 +19,7 @@ from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
 from infini_model.runtime.storage import content_key
 from infini_model.training.callbacks import Callback, Status
 from infini_model.training.mlflow_record import MlflowExporter, error_summary
+from infini_model.training.trackers import trackers_of
 
 POLL_SECONDS = 0.5
 # Retries of a failing exporter back off exponentially up to this delay.
@@ -139,6 +140,7 @@ class Exporters(Callback):
             exporters.append(TensorBoardExporter(folder, own))
         if config.tracking.mlflow:
             exporters.append(MlflowExporter(run_dir, config, dataset))
+        exporters += trackers_of(run_dir, config)
         self._followers = [Follower(run_dir, exporter) for exporter in exporters]
 
     def on_start(self, step: int) -> None:  # noqa: ARG002

@@ -1,0 +1,167 @@
+"""Weights & Biases, and trackio, which has the same interface.
+
+Both follow `metrics.jsonl` as MLflow does. Neither takes more of a step that it already has, so the
+lines of a step are one row, which is sent once there is a later one, or at the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from infini_model.config import Config, leaves
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.metrics_file import Line, metrics_of, read_metrics
+from infini_model.runtime.runs import CHECKPOINTS
+from infini_model.runtime.storage import is_locked, make_folder, read_json_or_empty, write_json
+from infini_model.training.callbacks import Status
+from infini_model.training.mlflow_record import error_summary
+
+# How long Weights & Biases may take to open a run and to close it, in seconds. The second is less
+# than what the end of a training waits for its exporters.
+OPEN_SECONDS, CLOSE_SECONDS = 20.0, 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """The record of a run in one of the two, which is created if missing.
+
+    `logs/<name>.json` in the run folder says which it is, so that a run that is resumed keeps it.
+    Each step is recorded once: on opening a record, the tracker says which one is next.
+    """
+
+    def __init__(self, name: Literal["wandb", "trackio"], run_dir: Path, config: Config) -> None:
+        self.name: str = name
+        self._run_dir, self._config = run_dir, config
+        self._run: Any = None
+        # The rows that are not sent yet, by step, and the first step that is missing there.
+        self._rows: dict[int, dict[str, float]] = {}
+        self._next = 0
+
+    def export(self, lines: Sequence[Line]) -> None:
+        """Send the rows of those steps in `lines` after which another one began."""
+        if self._run is None:
+            self._run, self._rows = self._open(), {}
+            lines = read_metrics(self._run_dir)
+        for line in lines:
+            self._rows.setdefault(int(line["step"]), {}).update(metrics_of(line))
+        self._send([*self._rows][:-1])
+
+    def finish(self, status: Status) -> None:
+        """Send the rest and close the record."""
+        self._send([*self._rows])
+        run, self._run = self._run, None
+        if self.name == "wandb":
+            run.finish(exit_code=0 if status == "FINISHED" else 1)
+        else:
+            run.finish()
+
+    def score(self, step: int, scores: Mapping[str, float]) -> None:
+        """Send what an evaluation of `step` found; call after `export`."""
+        if self.name == "wandb":
+            self._run.summary.update(scores)
+        else:
+            self._send([*self._rows])
+            self._run.log(dict(scores), step=step)
+
+    def _send(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            row = self._rows.pop(step)
+            if step >= self._next:
+                self._run.log(row, step=step)
+
+    def _open(self) -> Any:
+        """Open the record, and find out which step it lacks first."""
+        logs = make_folder(self._run_dir / "logs")
+        path = logs / f"{self.name}.json"
+        record = read_json_or_empty(path)
+        settings: dict[str, Any] = {
+            "name": self._run_dir.name,
+            "config": dict(leaves(self._config.model_dump(mode="json"))),
+        }
+        if self.name == "trackio":
+            import trackio
+
+            # It finds a run by its name, which another one may have had before.
+            run: Any = trackio.init(
+                self._config.tracking.experiment_name,
+                resume="allow" if record else "never",
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+                **settings,
+            )
+            self._next = run._next_step  # there is no other way to ask
+            write_json(path, {"name": run.name})
+            return run
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        make_folder(logs / ".wandb")  # it takes this one, which stays on this machine
+        options = wandb.Settings(
+            console="off",
+            init_timeout=OPEN_SECONDS,
+            finish_timeout=CLOSE_SECONDS,
+            finish_timeout_raises=True,
+        )
+        record.setdefault("id", uuid.uuid4().hex[:12])
+        try:
+            run = wandb.init(
+                project=self._config.tracking.wandb,
+                id=record["id"],
+                resume="allow",
+                dir=str(logs),
+                settings=options,
+                **settings,
+            )
+        except Exception:
+            # Otherwise its process says of every later attempt that the run is in use.
+            wandb.teardown()
+            raise
+        self._next = run.starting_step
+        write_json(path, record | {"url": run.url})
+        log.info("Weights & Biases: %s", run.url or f"offline, in {logs / '.wandb'}")
+        return run
+
+
+def trackers_of(run_dir: Path, config: Config) -> Iterator[Tracker]:
+    """Yield the trackers that the settings name. Raises `ConfigError` if one is not installed."""
+    check_trackers(config)
+    if config.tracking.wandb is not None:
+        yield Tracker("wandb", run_dir, config)
+    if config.tracking.trackio:
+        yield Tracker("trackio", run_dir, config)
+
+
+def check_trackers(config: Config) -> None:
+    """Raise `ConfigError` if a tracker that the settings name is not installed."""
+    wanted = {"wandb": config.tracking.wandb is not None, "trackio": config.tracking.trackio}
+    for name, is_wanted in wanted.items():
+        if is_wanted and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"tracking.{name}: needs a package: pip install {name} -c requirements.lock"
+            )
+
+
+def send_evaluation(
+    run_dir: Path, config: Config, step: int, scores: Mapping[str, float], *, is_finished: bool
+) -> None:
+    """Send the scores of `step`, and what a tracker has missed before; warn of one that is down.
+
+    Does nothing while the run is being trained, whose process has the records open.
+    """
+    if is_locked(run_dir / CHECKPOINTS / ".lock"):
+        return
+    for tracker in trackers_of(run_dir, config):
+        try:
+            tracker.export([])
+            tracker.score(step, scores)
+            tracker.finish("FINISHED" if is_finished else "KILLED")
+        except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
+            reason = error_summary(error)
+            log.warning("cannot send the scores to %s (%s)", tracker.name, reason)

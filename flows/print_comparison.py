@@ -11,11 +11,12 @@ import typer
 from flows.runs import PIPE_WIDTH
 from infini_model.evaluation.compare import ComparedRun, Comparison, Difference
 from infini_model.evaluation.pages import estimate
-from infini_model.runtime.runs import VALIDATION_LOSS
+from infini_model.runtime.runs import VALIDATION_BITS, VALIDATION_LOSS
 
 # The results that have a column.
 SHOWN = {
     VALIDATION_LOSS: "Validation loss",
+    VALIDATION_BITS: "Bits per byte",
     "evaluation/test_loss": "Test loss",
     "evaluation/validation_loss_without_memory": "Without memory",
     "evaluation/validation_loss_without_window": "Without window",
@@ -91,8 +92,9 @@ def _verdict(difference: Difference) -> str:
     word = "lower" if mean < 0 else "higher"
     size = f"{abs(mean):.4f}"
     found = "the same to four places as" if float(size) == 0.0 else f"{size} {word} than"
+    name = "loss" if difference.metric == VALIDATION_LOSS else "loss in bits per byte"
     sentence = (
-        f"The validation loss of {difference.group.label} is {found} that of "
+        f"The validation {name} of {difference.group.label} is {found} that of "
         f"{difference.control.label}"
     )
     if len(values) == 1:

@@ -18,6 +18,7 @@ from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.runtime.runs import (
     EVALUATION,
+    VALIDATION_BITS,
     VALIDATION_LOSS,
     dataset_here,
     read_run,
@@ -34,6 +35,8 @@ LEFT_OUT = (
 )
 # Up to this many differing settings name a group of runs; beyond, its first run does.
 FEW_SETTINGS = 4
+# What is not the same for runs whose tokenizers differ, and so are compared in bits per byte.
+OF_TOKENIZER = ("tokenizer", "dataset", "evaluated dataset")
 # Seeds draw other windows, which are not padded alike.
 SAME_TOKENS = 0.02
 
@@ -93,10 +96,12 @@ class ComparedRun(NamedTuple):
         elif not is_done:
             progress += ", evaluated without the task loss"
         results = _training_results(lines)
-        context = {}
+        context, text = {}, ""
         with contextlib.suppress(DataError, OSError, ValueError):
             manifest = read_manifest(Path(dataset_here(run_dir)))
             context["tokenizer"] = manifest.tokenizer.fingerprint[:16]
+            validated = manifest.splits["validation"].documents
+            text = f"{manifest.corpus.bytes:,} bytes, {validated:,} documents validated"
         context |= {
             "dataset": dataset[:16],
             "evaluated dataset": str(evaluation.get("dataset_key") or dataset)[:16],
@@ -104,6 +109,7 @@ class ComparedRun(NamedTuple):
             "context length": f"{config.packing.context_length:,}",
             "way of packing": config.packing.mode,
             "number of scored windows": str(settings["max_windows"] or "all"),
+            "text": text,
         }
         return cls(
             run_dir=run_dir,
@@ -151,11 +157,15 @@ class Group(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Validation losses of a group minus those of the control, by their common seeds."""
+    """Validation losses of a group minus those of the control, by their common seeds.
+
+    `metric` is the loss that is compared, in nats per token or in bits per byte.
+    """
 
     group: Group
     control: Group
     by_seed: dict[int, float]
+    metric: str
 
 
 class Comparison(NamedTuple):
@@ -215,13 +225,14 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
             notes.append(f"{run.name}: {'; '.join(filter(None, reasons))}")
     base, differences = control.samples, list[Difference]()
     for group in groups:
+        metric = VALIDATION_LOSS if _cut_alike(group.runs[0], first) else VALIDATION_BITS
         by_seed = {
-            seed: run.results[VALIDATION_LOSS] - base[seed].results[VALIDATION_LOSS]
+            seed: run.results[metric] - base[seed].results[metric]
             for seed, run in group.samples.items()
             if group is not control and run in compared
         }
         if by_seed:
-            differences.append(Difference(group, control, by_seed))
+            differences.append(Difference(group, control, by_seed, metric))
     if differences:
         seeds = {seed for each in differences for seed in each.by_seed}
         alone = [run for run in compared if run.seed not in seeds]
@@ -255,6 +266,12 @@ def _groups(runs: Sequence[ComparedRun], differing: Mapping[str, list[str | None
     return [Group(*each) for each in zip(labels, found.values(), strict=True)]
 
 
+def _cut_alike(run: ComparedRun, other: ComparedRun | None) -> bool:
+    """Return True unless the tokenizers of two runs are known to differ."""
+    own = run.context.get("tokenizer")
+    return other is None or own == other.context.get("tokenizer", own)
+
+
 def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun) -> str:
     """Why the loss of a run of `group` is not compared; empty if it is.
 
@@ -262,10 +279,21 @@ def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun
     """
     base = {seed: each for seed, each in control.samples.items() if each.loss is not None}
     other = base.get(run.seed, first)
+    alike = _cut_alike(run, other)
     for what, value in run.context.items():
         theirs = other.context.get(what, value)
-        if value != theirs:
+        if value != theirs and (alike or what not in OF_TOKENIZER):
             return f"its {what} is {value}, that of {other.name} {theirs}"
+    if not alike:
+        for each in (run, other):
+            if VALIDATION_BITS not in each.results:
+                return f"{each.name} has no bits per byte; evaluate it again"
+            if each.context["number of scored windows"] != "all":
+                return (
+                    "windows of another tokenizer hold other text; set evaluation.max_windows=null"
+                )
+            if each.context["dataset"] != each.context["evaluated dataset"]:
+                return f"{each.name} is evaluated on another dataset"
     tokens, those = (int(each.results.get("tokens", 0)) for each in (run, other))
     if abs(tokens - those) > SAME_TOKENS * those:
         return f"its number of training tokens is {tokens:,}, that of {other.name} {those:,}"

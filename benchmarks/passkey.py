@@ -65,7 +65,7 @@ def encode(text: str) -> list[int]:
     return [NUMBERS[word] for word in PIECE.findall(text)]
 
 
-FILLER = random_sentences(encode)
+SENTENCES = [encode(sentence) for sentence in RANDOM]
 
 
 class Outcome(NamedTuple):
@@ -89,7 +89,7 @@ class Outcome(NamedTuple):
 def draw(rng: np.random.Generator, segments: int, depths: Sequence[float]) -> Haystacks:
     """Haystacks of a pass key each, at `depths` in percent."""
     length = segments * SEGMENT
-    fillers = [FILLER(rng, length) for _ in depths]
+    fillers = [random_sentences(SENTENCES, rng, length) for _ in depths]
     keys = [[pass_key(encode, draw_key(rng, DIGITS))] for _ in depths]
     return build(fillers, keys, [[depth / 100] for depth in depths], length)
 

@@ -8,7 +8,7 @@ tokenizer, and the answer has the same tokens in the needle as after the questio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from infini_model.config import Config
 from infini_model.config.evaluation import PasskeyConfig
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.context import EvalContext, Pass, kept_or_computed
 from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import plot_heat_map
@@ -30,8 +32,6 @@ from infini_model.model.loss import IGNORED
 from infini_model.runtime.errors import UserError
 
 Encode = Callable[[str], list[int]]
-# Draws at least so many tokens.
-Filler = Callable[[np.random.Generator, int], np.ndarray]
 
 OWNERS = (
     *("Anna", "Omar", "Lena", "Ivan", "Rosa", "Hugo", "Mina", "Karl"),
@@ -46,21 +46,7 @@ _SUBJECTS = ("The baker", "A child", "The old man", "My sister", "The captain", 
 _VERBS = ("walks", "waits", "sings", "sleeps", "works", "looks around")
 _PLACES = ("by the river", "in the garden", "behind the house", "on the hill", "at the market")
 RANDOM = tuple(f" {' '.join(words)}." for words in itertools.product(_SUBJECTS, _VERBS, _PLACES))
-# Shares of right answers: from the first on a length is remembered, up to the second it is not.
-FOUND, LOST = 0.95, 0.5
 NEEDS_CAUSAL = "Not measured: the questions are for a causal model, which continues a text."
-
-
-class Counts(NamedTuple):
-    """Sums over answers, by depth: [D] int64 each, in the order of the settings' depths.
-
-    Of the `answers` every token of the `exact` ones is right, and of their `tokens` the `right`.
-    """
-
-    answers: np.ndarray
-    exact: np.ndarray
-    tokens: np.ndarray
-    right: np.ndarray
 
 
 class Passkey(EvaluationTask):
@@ -76,7 +62,8 @@ class Passkey(EvaluationTask):
 
     def check(self, context: EvalContext) -> None:
         if not context.model.config.bidirectional:
-            Trials(context).draw(min(context.config.evaluation.passkey.lengths), 0)
+            tokenizer = load_dataset_tokenizer(context.dataset_dir)
+            draw_trial(context.config, tokenizer, min(context.config.evaluation.passkey.lengths), 0)
 
     def run(self, context: EvalContext) -> TaskResult:
         """Ask for the needles at all lengths and depths of the settings, drawn by the run's seed.
@@ -85,68 +72,51 @@ class Passkey(EvaluationTask):
         """
         if context.model.config.bidirectional:
             return TaskResult(section=NEEDS_CAUSAL)
-        settings, trials = context.config.evaluation.passkey, Trials(context)
+        settings, trained = context.config.evaluation.passkey, context.config.packing.context_length
+        tokenizer = load_dataset_tokenizer(context.dataset_dir)
         whole = settings.updated(lengths=[], trials=0).model_dump(mode="json")
         folder = context.kept_folder("passkey", whole)
-        rows, depths = context.config.evaluation.batch_size, len(settings.depths)
 
-        def counted(length: int, number: int) -> list[list[int]]:
-            haystacks, places = trials.draw(length, number)
-            right, tokens = (x.flatten().numpy() for x in ask(context.model, haystacks, rows))
-            sums = (np.ones_like(right), right == tokens, tokens, right)
-            by_depth = (np.bincount(places.flatten(), each, depths) for each in sums)
-            return [each.astype(np.int64).tolist() for each in by_depth]
+        def answered(length: int, number: int) -> list[list[int]]:
+            """Of each answer of a trial the number of its depth, its right tokens, and all."""
+            haystacks, depths = draw_trial(context.config, tokenizer, length, number)
+            counts = ask(context.model, haystacks, context.config.evaluation.batch_size)
+            return [depths.flatten().tolist(), *(each.flatten().tolist() for each in counts)]
 
-        measured = {}
-        for length in sorted(set(settings.lengths)):
-            every = []
+        found, at, by_depth, rows = dict[str, Interval](), [], [], []
+        lengths = sorted(set(settings.lengths))
+        for length in lengths:
+            trials = []
             for number in range(settings.trials):
-                part = partial(counted, length, number)
-                every.append(kept_or_computed(folder, f"{length}x-{number}", part))
+                answers = partial(answered, length, number)
+                trials.append(kept_or_computed(folder, f"{length}-{number}", answers))
                 context.on_windows(_haystacks(settings))
-            measured[length] = Counts(*np.sum(every, axis=0))
-        return self._result(context, measured)
-
-    def _result(self, context: EvalContext, measured: Mapping[int, Counts]) -> TaskResult:
-        settings = context.config.evaluation.passkey
-        trained = context.config.packing.context_length
-        found, exact, by_depth, rows = dict[str, Interval](), {}, [], []
-        for length, counts in measured.items():
-            answers = int(counts.answers.sum())
-            exact[length] = wilson(int(counts.exact.sum()), answers)
+            depths, right, tokens = np.concatenate(trials, axis=1)
+            is_exact, count, size = right == tokens, len(right), length * trained
+            exact = wilson(int(is_exact.sum()), count)
             # The sample is of answers, whose tokens are not independent.
-            of_tokens = wilson(answers * float(counts.right.sum() / counts.tokens.sum()), answers)
-            found[f"evaluation/passkey_exact_match/{length * trained}"] = exact[length]
-            found[f"evaluation/passkey_token_accuracy/{length * trained}"] = of_tokens
-            by_depth.append(counts.exact / counts.answers)
-            worst = int(by_depth[-1].argmin())
-            rows.append(
-                (
-                    f"{length * trained:,} ({length} x)",
-                    exact[length].percent,
-                    of_tokens.percent,
-                    f"{by_depth[-1][worst]:.0%} at {settings.depths[worst]:g}%",
-                    f"{answers:,}",
-                )
-            )
+            of_tokens = wilson(count * float(right.sum() / tokens.sum()), count)
+            found[f"evaluation/passkey_exact_match/{size}"] = exact
+            found[f"evaluation/passkey_token_accuracy/{size}"] = of_tokens
+            at.append(f"{exact.percent} at {size:,} tokens ({length} x the trained context)")
+            shares = np.bincount(depths, is_exact) / np.bincount(depths)
+            by_depth.append(shares)
+            worst = f"{shares.min():.0%} at {settings.depths[shares.argmin()]:g}%"
+            name = f"{size:,} ({length} x)"
+            rows.append((name, exact.percent, of_tokens.percent, worst, f"{count:,}"))
         picture = plot_heat_map(
             np.stack(by_depth, axis=1),
-            [f"{length * trained:,}\n{length} x trained" for length in measured],
+            [f"{length * trained:,}\n{length} x trained" for length in lengths],
             settings.depths,
             context.plots_dir / "passkey.png",
             title=self.title,
-            trained=sum(length <= 1 for length in measured),
+            trained=sum(length <= 1 for length in lengths),
         )
-        at = [
-            f"{share.percent} at {length * trained:,} tokens ({length} x the trained context)"
-            for length, share in exact.items()
-        ]
         header = ("Tokens", "Whole answer right", "Tokens right", "Worst depth", "Answers")
         return TaskResult.of(
             found,
             section=_section(context, table(header, rows)),
             summary=[f"{self.title}: the model finds {', '.join(at)}."],
-            advice=_advice(context, exact),
             pictures={f"{self.title} found, by length and depth": picture},
         )
 
@@ -166,23 +136,6 @@ def _section(context: EvalContext, grid: str) -> str:
     if context.model.config.memory == "none":
         parts.append("The model has no memory: it sees only the window of the question.")
     return "\n\n".join(parts)
-
-
-def _advice(context: EvalContext, exact: Mapping[int, Interval]) -> list[str]:
-    """What to do if a memory does not find everything."""
-    lost = [length for length, found in exact.items() if found.estimate < FOUND]
-    if not lost or context.model.config.memory == "none":
-        return []
-    if exact[min(exact)].estimate < LOST:
-        return [
-            "Few pass keys are found at any length, as is usual for a model whose training never "
-            "asked for what stood far back: include such text in the training data before judging "
-            "the memory by it."
-        ]
-    return [
-        f"Pass keys get lost from {lost[0]} x the trained context on: train on longer windows "
-        "(`packing.context_length`)."
-    ]
 
 
 class Needle(NamedTuple):
@@ -212,64 +165,54 @@ def _haystacks(settings: PasskeyConfig) -> int:
     return -(-len(settings.depths) // settings.needles)
 
 
-class Trials:
-    """Draws the trials; all haystacks of a trial have the same filler."""
+def draw_trial(
+    config: Config, tokenizer: Tokenizer, multiple: int, number: int
+) -> tuple[Haystacks, np.ndarray]:
+    """Draw trial `number` of the length that is `multiple` times the trained context.
 
-    def __init__(self, context: EvalContext) -> None:
-        """Load the tokenizer."""
-        self._config, settings = context.config, context.config.evaluation.passkey
-        self._owners = [None] if settings.needles == 1 else list(OWNERS[: settings.needles])
-        tokenizer = load_dataset_tokenizer(context.dataset_dir)
-        self._encode: Encode = lambda text: tokenizer.encode_batch([text]).ids.tolist()
-        self._bos = tokenizer.bos_token_id
-        if settings.filler == "repeated":
-            cycle = np.concatenate([self._encode(sentence) for sentence in REPEATED])
-            self._filler: Filler = lambda rng, tokens: np.resize(cycle, tokens)  # noqa: ARG005
-        else:
-            self._filler = random_sentences(self._encode)
+    All haystacks of a trial have the same filler. Returns them, and the number in the settings of
+    each needle's depth, [N, K]; if K does not divide the number of depths, some occur twice. Raises
+    `UserError` if the needles and the question are longer than the length.
+    """
 
-    def draw(self, multiple: int, number: int) -> tuple[Haystacks, np.ndarray]:
-        """Draw trial `number` of the length that is `multiple` times the trained context.
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode_batch([text]).ids.tolist()
+        return ids
 
-        Returns the texts, and the number in `settings.depths` of each needle's depth, [N, K]; if K
-        does not divide the number of depths, some occur twice. Raises `UserError` if the needles
-        and the question are longer than the length.
-        """
-        settings = self._config.evaluation.passkey
-        length = multiple * self._config.packing.context_length
-        rng = np.random.default_rng((self._config.run.seed, multiple, number))
-        filler = self._filler(rng, length)
-        order = rng.permutation(len(settings.depths))
-        depths = np.resize(order, (_haystacks(settings), len(self._owners)))
-        keys = [
-            [pass_key(self._encode, draw_key(rng, settings.digits), each) for each in self._owners]
-            for _ in depths
-        ]
-        places = (np.array(settings.depths)[depths] / 100).tolist()
-        try:
-            room = length - (self._bos is not None)
-            haystacks = build([filler] * len(depths), keys, places, room)
-        except ValueError as error:
-            raise UserError(
-                f"evaluation.passkey.lengths: {multiple} x packing.context_length is "
-                f"{length:,} tokens, but {error}"
-            ) from error
-        if self._bos is not None:
-            bodies = functional.pad(haystacks.bodies, (1, 0), value=self._bos)
-            haystacks = haystacks._replace(bodies=bodies)
-        return haystacks, depths
+    settings, length = config.evaluation.passkey, multiple * config.packing.context_length
+    rng = np.random.default_rng((config.run.seed, multiple, number))
+    if settings.filler == "repeated":
+        filler = np.resize(np.concatenate([*map(encode, REPEATED)]), length)
+    else:
+        filler = random_sentences([*map(encode, RANDOM)], rng, length)
+    owners = [None] if settings.needles == 1 else OWNERS[: settings.needles]
+    order = rng.permutation(len(settings.depths))
+    depths = np.resize(order, (_haystacks(settings), len(owners)))
+    keys = [
+        [pass_key(encode, draw_key(rng, settings.digits), owner) for owner in owners]
+        for _ in depths
+    ]
+    places = (np.array(settings.depths)[depths] / 100).tolist()
+    bos = tokenizer.bos_token_id
+    try:
+        haystacks = build([filler] * len(depths), keys, places, length - (bos is not None))
+    except ValueError as error:
+        raise UserError(
+            f"evaluation.passkey.lengths: {multiple} x packing.context_length is "
+            f"{length:,} tokens, but {error}"
+        ) from error
+    if bos is not None:
+        bodies = functional.pad(haystacks.bodies, (1, 0), value=bos)
+        haystacks = haystacks._replace(bodies=bodies)
+    return haystacks, depths
 
 
-def random_sentences(encode: Encode) -> Filler:
-    """Sentences drawn at random."""
-    pool = [np.asarray(encode(sentence)) for sentence in RANDOM]
-    shortest = min(map(len, pool))
-
-    def draw(rng: np.random.Generator, tokens: int) -> np.ndarray:
-        drawn = rng.integers(len(pool), size=tokens // shortest + 1)
-        return np.concatenate([pool[number] for number in drawn])
-
-    return draw
+def random_sentences(
+    sentences: Sequence[Sequence[int]], rng: np.random.Generator, tokens: int
+) -> np.ndarray:
+    """At least so many tokens of `sentences`, drawn at random."""
+    drawn = rng.integers(len(sentences), size=tokens // min(map(len, sentences)) + 1)
+    return np.concatenate([sentences[number] for number in drawn])
 
 
 def draw_key(rng: np.random.Generator, digits: int) -> int:
@@ -308,19 +251,15 @@ def build(
     every = [needle for row in needles for needle in row]
     answer = max(len(needle.answer) for needle in every)
     question = max(len(needle.question) for needle in every)
-    hidden = [sum(len(needle.statement) for needle in row) for row in needles]
-    if (needed := max(hidden) + question + answer) > length:
+    hidden = [[len(needle.statement) for needle in row] for row in needles]
+    if (needed := max(map(sum, hidden)) + question + answer) > length:
         raise ValueError(f"needles and question take {needed} tokens")
     bodies, questions, answers = [], [], []
-    for filler, row, at, statements in zip(fillers, needles, depths, hidden, strict=True):
-        hay = length - question - answer - statements
-        places = [round(depth * hay) for depth in at]
-        order = np.argsort(places, kind="stable")
-        first, *pieces = np.split(filler[:hay], np.sort(places))
-        mixed = [first]
-        for number, piece in zip(order, pieces, strict=True):
-            mixed += [np.asarray(row[number].statement), piece]
-        bodies.append(np.concatenate(mixed).astype(np.int64))
+    for filler, row, at, sizes in zip(fillers, needles, depths, hidden, strict=True):
+        hay = length - question - answer - sum(sizes)
+        places = np.repeat([round(depth * hay) for depth in at], sizes)
+        statements = np.concatenate([needle.statement for needle in row])
+        bodies.append(np.insert(filler[:hay], places, statements))
         rest = filler[hay : hay + question].tolist()
         questions.append([rest[len(needle.question) :] + needle.question for needle in row])
         answers.append(

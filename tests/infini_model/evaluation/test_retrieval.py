@@ -22,9 +22,9 @@ from infini_model.evaluation.tasks.passkey import (
     REPEATED,
     Encode,
     Haystacks,
-    Trials,
     ask,
     build,
+    draw_trial,
     pass_key,
     random_sentences,
 )
@@ -55,7 +55,7 @@ def haystack(tokenizer: Tokenizer, keys: dict[str | None, int], *depths: float) 
     """A haystack with the key of each owner, at these depths."""
     encode = encoding(tokenizer)
     needles = [pass_key(encode, key, owner) for owner, key in keys.items()]
-    filler = random_sentences(encode)(np.random.default_rng(0), LENGTH)
+    filler = random_sentences([*map(encode, RANDOM)], np.random.default_rng(0), LENGTH)
     return build([filler], [needles], [[*depths]], LENGTH)
 
 
@@ -199,8 +199,8 @@ def test_several_needles_are_at_all_depths(made: Made) -> None:
     assert result.section.startswith("2 numbers are hidden in random sentences")
     # Two trials of three haystacks, for five depths.
     assert answers_of(result) == {"256": 12, "512": 12}
-    trials = Trials(made.context(**SEVERAL))
-    places = [trials.draw(4, number)[1].flatten() for number in range(2)]
+    config = made.config(**SEVERAL)
+    places = [draw_trial(config, ByteTokenizer(), 4, n)[1].flatten() for n in range(2)]
     assert np.bincount(np.concatenate(places)).min() == 2
 
 
@@ -223,8 +223,8 @@ def test_one_more_length_costs_only_itself(made: Made, changes: dict[str, Any]) 
 
 def test_the_seed_decides_what_is_asked(made: Made) -> None:
     def drawn(seed: int) -> list[torch.Tensor]:
-        trials = Trials(made.context(**{"run.seed": seed}))
-        return [*trials.draw(2, 0)[0], *trials.draw(2, 1)[0]]
+        config = made.config(**{"run.seed": seed})
+        return [x for n in range(2) for x in draw_trial(config, ByteTokenizer(), 2, n)[0]]
 
     once, again, other = drawn(0), drawn(0), drawn(1)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))

@@ -27,13 +27,8 @@ from infini_model.model.inspection import PLACES, effect
 from infini_model.model.layers import Part
 from infini_model.runtime.errors import CheckpointError
 
-# An interval over documents needs two of them.
-FEWEST = 2
 # Segments from which on the loss is summed up: the first with a memory, and one far from the start.
 FROM = (2, 8)
-WHOLE = "nothing knocked out"
-# The first and the last segment of a range, counted from 1.
-Segments = tuple[int, int]
 
 
 class LossByPosition(EvaluationTask):
@@ -43,47 +38,19 @@ class LossByPosition(EvaluationTask):
 
     def work(self, context: EvalContext) -> dict[Pass | str, int]:
         """The long documents, and the windows with all parts of the attention and without each."""
-        found, split = find_long_documents(context), _compared(context)
-        work = dict[Pass | str, int]()
+        work: dict[Pass | str, int] = {x: context.sample_size(x.split) for x in _passes(context)}
+        found = find_long_documents(context)
         if isinstance(found, LongDocuments):
             work[self.title] = len(found.starts)
-        if split is not None:
-            for part in (None, *parts_of(context)):
-                work[Pass(split, part)] = context.sample_size(split)
         return work
 
     def run(self, context: EvalContext) -> TaskResult:
         """Measure long documents, if there are some, and the windows, which say less."""
-        found = find_long_documents(context)
-        if isinstance(found, LongDocuments):
-            result = _of_documents(context, found)
-        else:
-            result = TaskResult(section=found)
-        split = _compared(context)
-        if split is None:
-            return result
-        kept = context.score(split)
-        without = {part: context.score(split, part) for part in parts_of(context)}
-        metrics, notes, is_used = dict(result.metrics), list[str](), False
-        for part, score in without.items():
-            if kept.loss is None or score.loss is None:
-                return result
-            gain = score.loss - kept.loss
-            gain = effect(gain, gain, gain)
-            word = "lower" if gain > 0 else "higher"
-            size = f"{abs(gain):.{PLACES}f} nats per token {word} than"
-            notes.append(
-                f"With the {part} the loss over the windows of the {split} split is "
-                f"{size if gain else 'the same to four places as'} with the {part} knocked out "
-                f"({score.loss:.{PLACES}f}), with the same weights."
-            )
-            metrics[f"evaluation/{split}_loss_without_{part}"] = score.loss
-            is_used |= part == "memory" and gain > 0
-        section = "\n\n".join([result.section, *notes])
-        changes: dict[str, object] = {"metrics": metrics, "section": section}
-        if isinstance(found, str):
-            changes |= {"summary": notes, "advice": advice(context, is_used=is_used)}
-        return result.model_copy(update=changes)
+        found, windows = find_long_documents(context), _of_windows(context)
+        result = windows if isinstance(found, str) else _of_documents(context, found)
+        sections = [found if isinstance(found, str) else result.section, *windows.summary]
+        metrics = result.metrics | windows.metrics
+        return result.model_copy(update={"metrics": metrics, "section": "\n\n".join(sections)})
 
 
 def parts_of(context: EvalContext) -> tuple[Part, ...]:
@@ -122,8 +89,11 @@ class Measurement(NamedTuple):
     whole: np.ndarray
     without: dict[Part, np.ndarray]
 
-    def over(self, sums: np.ndarray, ranges: Sequence[Segments]) -> list[Interval]:
-        """Losses, or differences between them, per target in each of `ranges`, over documents."""
+    def over(self, sums: np.ndarray, ranges: Sequence[tuple[int, int]]) -> list[Interval]:
+        """Losses, or differences between them, per target, over documents.
+
+        Each of `ranges` is the first and the last segment to count, from 1.
+        """
         numbers = np.arange(1, sums.shape[1] + 1)
         inside = np.array([(first <= numbers) & (numbers <= last) for first, last in ranges]).T
         return bootstrap(sums @ inside, self.counts @ inside)
@@ -157,7 +127,7 @@ def find_long_documents(context: EvalContext) -> LongDocuments | str:
             found.append((ends - lengths)[lengths > needed])
             start, longest = int(ends[-1]), max(longest, int(lengths.max()))
         starts = np.concatenate(found)
-        if len(starts) >= FEWEST:
+        if len(starts) >= 2:  # an interval over documents needs two of them
             chosen = starts[sample_windows(len(starts), settings.max_documents)]
             return LongDocuments(split, stream, chosen, len(starts), segments, shape.segment_length)
     return (
@@ -199,79 +169,89 @@ def _score(
     return [each.reshape(*rows.shape[:2], length).sum(2).tolist() for each in found]
 
 
-def _compared(context: EvalContext) -> Split | None:
-    """The split whose windows are scored without each part; None if that makes no difference."""
+def _passes(context: EvalContext) -> list[Pass]:
+    """With all parts of the attention, and without each, if that makes a difference.
+
+    They are over the first held-out split that has windows.
+    """
     one_segment = context.config.packing.context_length == context.model.config.segment_length
-    if not parts_of(context) or one_segment:
-        return None
-    return next((split for split in HELD_OUT if context.sample_size(split)), None)
+    split = next((split for split in HELD_OUT if context.sample_size(split)), None)
+    if split is None or one_segment or not parts_of(context):
+        return []
+    return [Pass(split, part) for part in (None, *parts_of(context))]
+
+
+def _of_windows(context: EvalContext) -> TaskResult:
+    """Windows, with all parts of the attention and with each knocked out; no section."""
+    metrics, notes, to_do = dict[str, float](), list[str](), list[str]()
+    for split, part in _passes(context):
+        whole, loss = context.score(split).loss, context.score(split, part).loss
+        if part is None or whole is None or loss is None:
+            continue
+        metrics[f"evaluation/{split}_loss_without_{part}"] = loss
+        gain = round(loss - whole, PLACES)
+        notes.append(
+            f"Knocking the {part} out changes the loss over the windows of the {split} split by "
+            f"{gain:+z.{PLACES}f} nats per token, to {loss:.{PLACES}f}, with the same weights."
+        )
+        if part == "memory":
+            to_do = advice(context, is_used=gain > 0)
+    return TaskResult(section="", metrics=metrics, summary=notes, advice=to_do)
 
 
 def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     """Long documents, with all parts of the attention and with each knocked out."""
     measured = measure(context, documents)
     knocked_out = {f"{part} knocked out": sums for part, sums in measured.without.items()}
-    sums = {WHOLE: measured.whole, **knocked_out}
-    if not all(np.isfinite(each).all() for each in sums.values()):
+    sums = {"nothing knocked out": measured.whole, **knocked_out}
+    if not np.isfinite([*sums.values()]).all():
         raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
     segments, split = documents.segments, documents.split
     every = [(number, number) for number in range(1, segments + 1)]
     far = [(start, segments) for start in FROM if start <= segments]
-    named, by_segment = {"loss": measured.over(measured.whole, far)}, dict[str, list[Interval]]()
-    where, summary = f"on {len(documents.starts):,} documents of the {split} split", list[str]()
+    where = f"on {len(documents.starts):,} documents of the {split} split"
+    named = {"loss": measured.over(measured.whole, far)}
+    summary, to_do, by_segment = list[str](), list[str](), list[Interval]()
     for part, without in measured.without.items():
         gained = without - measured.whole
-        by_segment[part], named[f"{part}_gain"] = (measured.over(gained, x) for x in (every, far))
-        gains = dict(zip(FROM, named[f"{part}_gain"], strict=False))
+        gains = named[f"{part}_gain"] = measured.over(gained, far)
         summary.append(verdict(gains, where, part))
-    to_do = list[str]()
-    if "memory" in measured.without:
-        to_do = advice(context, is_used=effect(*named["memory_gain"][0]) > 0)
-    else:
+        if part == "memory":
+            by_segment = measured.over(gained, every)
+            to_do = advice(context, is_used=effect(*gains[0]) > 0)
+    if "memory" not in measured.without:
         loss = named["loss"][0]
         summary[:0] = [
             f"The model has no memory: from the 2nd segment on its loss is {loss} {where}."
         ]
-    losses = {label: measured.over(each, every) for label, each in sums.items()}
     positions = [float(number) for number, _ in every]
+    losses = {name: each.sum(0) / measured.counts.sum(0) for name, each in sums.items()}
     path = plot_by_position(
-        {label: (positions, [x.estimate for x in each]) for label, each in losses.items()},
-        by_segment.get("memory", []),
+        {name: (positions, each.tolist()) for name, each in losses.items()},
+        by_segment,
         f"segment of the document ({documents.segment_length:,} tokens each)",
         context.plots_dir / "loss_by_position.png",
     )
-    found = {
-        f"evaluation/{split}_{name}_from_segment_{first}": interval
-        for name, intervals in named.items()
-        for (first, _), interval in zip(far, intervals, strict=True)
-    }
+    chosen, found = len(documents.starts), documents.found
+    which = "all that are" if chosen == found else f"a fixed sample of the {found:,} that are"
+    scored = (
+        f"The first {segments:,} segments of {documents.segment_length:,} tokens of {chosen:,} "
+        f"documents of the {split} split, {which} long enough."
+    )
     return TaskResult.of(
-        found,
-        section=f"{_method(documents, measured)}\n\n{_table(documents, measured, far)}",
+        {
+            f"evaluation/{split}_{name}_from_segment_{first}": interval
+            for name, intervals in named.items()
+            for (first, _), interval in zip(far, intervals, strict=True)
+        },
+        section=f"{scored}\n\n{_table(documents, measured, far)}",
         summary=summary,
         advice=to_do,
         pictures={"Loss and gain of the memory by segment": path},
     )
 
 
-def _method(documents: LongDocuments, measured: Measurement) -> str:
-    """What was scored."""
-    chosen, found = len(documents.starts), documents.found
-    which = "all that are" if chosen == found else f"a fixed sample of the {found:,} that are"
-    scored = (
-        f"The first {documents.segments:,} segments of {documents.segment_length:,} tokens of "
-        f"{chosen:,} documents of the {documents.split} split, {which} long enough."
-    )
-    if not measured.without:
-        return scored
-    return (
-        f"{scored} A gain of a part of the attention is how much lower the loss is than with the "
-        "same weights and that part knocked out, in nats per token, with an interval of 95% over "
-        "documents."
-    )
-
-
-def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segments]) -> str:
+def _table(documents: LongDocuments, measured: Measurement, far: Sequence[tuple[int, int]]) -> str:
     """Perplexities, and what the parts of the attention gain, by position."""
     length = documents.segment_length
     # The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on.
@@ -290,23 +270,22 @@ def _table(documents: LongDocuments, measured: Measurement, far: Sequence[Segmen
     for part, without in measured.without.items():
         gains = measured.over(without - measured.whole, ranges)
         columns[f"Perplexity, {part} knocked out"] = perplexities(without)
-        columns[f"Gain of the {part}"] = [str(each) for each in gains]
+        columns[f"Gain of the {part} (nats)"] = [str(each) for each in gains]
     return table([*columns], zip(*columns.values(), strict=True))
 
 
-def verdict(gains: dict[int, Interval], where: str, part: Part = "memory") -> str:
-    """A verdict on whether the weights use a part, from its `gains` by first segment counted."""
-    (start, near), *rest = gains.items()
+def verdict(gains: Sequence[Interval], where: str, part: Part = "memory") -> str:
+    """A verdict on whether the weights use a part, from its `gains` beyond each of `FROM`."""
+    near, *rest = gains
     gained = effect(*near)
-    if gained > 0:
-        found = f"**The {part} is used.** Knocking it out raises the loss by"
-    elif gained < 0:
-        found = f"**The {part} hurts.** The loss with it is higher than with it knocked out, by"
-        rest, near = [], Interval(-near.estimate, -near.high, -near.low)
-    else:
-        found = f"**The {part} is not used**, as the interval includes 0: it lowers the loss by"
-    further = "".join(f", and from the {first}th on {gain}" for first, gain in rest)
-    return f"{found} {near} nats per token from the {start}nd segment on{further}, {where}."
+    found = "is used.**" if gained > 0 else "hurts.**"
+    if gained == 0:
+        found = "is not used**, as the interval includes 0."
+    further = "".join(f", and from the {FROM[1]}th on {gain}" for gain in rest)
+    return (
+        f"**The {part} {found} Knocking it out changes the loss by {near} nats per token from "
+        f"the {FROM[0]}nd segment on{further}, {where}."
+    )
 
 
 def advice(context: EvalContext, *, is_used: bool) -> list[str]:

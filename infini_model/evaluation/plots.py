@@ -104,19 +104,12 @@ def plot_training(lines: Sequence[Line], clip: float, folder: Path) -> dict[str,
     path = _save(figure, "Gradient norm", folder / "gradient_norm.png")
     paths["Gradient norm before clipping"] = path
 
-    labels = ("tokens per second", "waiting for data\n(% of a step)")
-    figure, (speed, wait) = _figure("step", *labels)
-    _line(speed, series(lines, "train/tokens_per_second"), color=BLUE)
-    speed.set_ylim(bottom=0)
-    speed.yaxis.set_major_formatter("{x:,.0f}")
-    timed = [line for line in lines if line.get("train/step_seconds", 0.0) > 0.0]
-    steps, waits = series(timed, "train/data_wait_seconds")
-    seconds = dict(zip(*series(timed, "train/step_seconds"), strict=True))
-    shares = [100.0 * w / seconds[step] for step, w in zip(steps, waits, strict=True)]
-    _line(wait, (steps, shares), color=GREEN)
-    wait.set_ylim(0, max([1.0, *shares]) * 1.1)
-    path = _save(figure, "Throughput", folder / "throughput.png")
-    return paths | {"Tokens per second, and share of a step spent waiting for data": path}
+    figure, (axis,) = _figure("step", "tokens per second")
+    _line(axis, series(lines, "train/tokens_per_second"), color=BLUE)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    paths["Tokens per second"] = _save(figure, "Throughput", folder / "throughput.png")
+    return paths
 
 
 def plot_by_position(

@@ -34,7 +34,6 @@ from infini_model.evaluation.tasks.passkey import (
     Haystacks,
     ask,
     build,
-    draw_key,
     pass_key,
     random_sentences,
 )
@@ -90,8 +89,9 @@ def draw(rng: np.random.Generator, segments: int, depths: Sequence[float]) -> Ha
     """Haystacks of a pass key each, at `depths` in percent."""
     length = segments * SEGMENT
     fillers = [random_sentences(SENTENCES, rng, length) for _ in depths]
-    keys = [[pass_key(encode, draw_key(rng, DIGITS))] for _ in depths]
-    return build(fillers, keys, [[depth / 100] for depth in depths], length)
+    keys = rng.integers(10 ** (DIGITS - 1), 10**DIGITS, len(depths))
+    needles = [[pass_key(encode, key)] for key in keys]
+    return build(fillers, needles, [[depth / 100] for depth in depths], length)
 
 
 def answers(model: InfiniLlama, haystacks: Haystacks) -> Tensor:

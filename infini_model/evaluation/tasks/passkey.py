@@ -188,9 +188,10 @@ def draw_trial(
     owners = [None] if settings.needles == 1 else OWNERS[: settings.needles]
     order = rng.permutation(len(settings.depths))
     depths = np.resize(order, (_haystacks(settings), len(owners)))
+    numbers = rng.integers(10 ** (settings.digits - 1), 10**settings.digits, depths.shape)
     keys = [
-        [pass_key(encode, draw_key(rng, settings.digits), owner) for owner in owners]
-        for _ in depths
+        [pass_key(encode, key, owner) for key, owner in zip(row, owners, strict=True)]
+        for row in numbers
     ]
     places = (np.array(settings.depths)[depths] / 100).tolist()
     bos = tokenizer.bos_token_id
@@ -213,11 +214,6 @@ def random_sentences(
     """At least so many tokens of `sentences`, drawn at random."""
     drawn = rng.integers(len(sentences), size=tokens // min(map(len, sentences)) + 1)
     return np.concatenate([sentences[number] for number in drawn])
-
-
-def draw_key(rng: np.random.Generator, digits: int) -> int:
-    """A random number of so many digits, the first of which is not 0."""
-    return int(rng.integers(10 ** (digits - 1), 10**digits))
 
 
 def pass_key(encode: Encode, key: int, owner: str | None = None) -> Needle:

@@ -9,15 +9,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.torch_version import TorchVersion
 
 from infini_model.config import AttentionBackend
 from infini_model.runtime.errors import ConfigError
 
 # The distributions of flash-attn, the faster one first.
 _FLASH_ATTN = ("flash-attn-4", "flash-attn")
-# Before this version its backward pass was deterministic on some of its GPUs only.
-_OLDEST_FLASH_ATTN_4 = "4.0.0b8"
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -78,8 +75,7 @@ def flash_attn_package(capability: tuple[int, int], head_dim: int) -> str | None
         # On compute capability 12 its backward pass is not deterministic.
         "flash-attn-4": 9 <= major <= (11 if deterministic else 12)
         and head_dim <= 128
-        and head_dim % 8 == 0
-        and TorchVersion(installed_version("flash-attn-4") or "0") >= _OLDEST_FLASH_ATTN_4,
+        and head_dim % 8 == 0,
         "flash-attn": major >= 8 and head_dim <= 256,
     }
     return next((name for name in _FLASH_ATTN if suits[name] and installed_version(name)), None)

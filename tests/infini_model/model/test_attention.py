@@ -291,9 +291,7 @@ def test_kernels_of_a_gpu_equal_the_paper(gpu, backend, causal):
 def install(monkeypatch):
     """Makes distributions look installed."""
     function = "infini_model.model.kernels.attention.installed_version"
-    return lambda *names, version="9.9": monkeypatch.setattr(
-        function, dict.fromkeys(names, version).get
-    )
+    return lambda *names: monkeypatch.setattr(function, dict.fromkeys(names, "9.9").get)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +322,6 @@ def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
     assert resolve_on_cuda("auto", (8, 0), torch.bfloat16, 128) == "sdpa"
     with pytest.raises(ConfigError, match=r"got 'flash', but what is installed"):
         resolve_on_cuda("flash", (8, 0), torch.bfloat16, 128)
-    install("flash-attn-4", version="4.0.0b5")
-    assert resolve_on_cuda("auto", (9, 0), torch.bfloat16, 128) == "sdpa"
 
 
 @pytest.mark.cuda

@@ -69,16 +69,21 @@ def fused_linear_cross_entropy(
 
 
 def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, excluded: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    excluded: int | None = None,
 ) -> Tensor:
-    """The loss of each target, [N], 0 where ignored; as `fused_linear_cross_entropy`.
+    """The weighted loss of each target, [N], 0 where ignored; as `fused_linear_cross_entropy`.
 
     Gradients flow to `hidden` and `weight`, but then autograd keeps the logits of all chunks.
     """
     at_once = _rows_at_once(len(hidden), len(weight), LOGITS_AT_ONCE)
     chunks = zip(torch.split(hidden, at_once), torch.split(targets, at_once), strict=True)
     exact, weight = _exact(hidden), as_operand(weight, hidden)
-    losses = [
+    parts = [
         functional.cross_entropy(
             _without(functional.linear(rows, weight).to(exact), excluded),
             row_targets,
@@ -87,7 +92,8 @@ def token_losses(
         )
         for rows, row_targets in chunks
     ]
-    return torch.cat(losses)
+    losses = torch.cat(parts)
+    return losses if row_weights is None else losses * row_weights.to(losses.dtype)
 
 
 class _LossAndGradients(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor
 from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
-from infini_model.objectives.objective import Inputs, Reduction, weighted_losses
+from infini_model.objectives.objective import REDUCTIONS, Inputs, Reduction
 
 
 class CausalLM:
@@ -39,7 +39,7 @@ class CausalLM:
         """Cross entropy in nats, computed without materializing all logits."""
         hidden = model.hidden(inputs.input_ids, inputs.document_starts, inputs.without)
         targets, output = inputs.labels.flatten(), model.lm_head.weight
-        losses = weighted_losses(hidden.flatten(0, 1), output, targets, None, reduction)
+        losses = REDUCTIONS[reduction](hidden.flatten(0, 1), output, targets)
         return losses if reduction == "sum" else losses.view_as(inputs.labels)
 
 

@@ -29,7 +29,7 @@ from infini_model.data.loading.windows import Batch
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.random import hashed, spread_evenly
-from infini_model.objectives.objective import Inputs, Reduction, weighted_losses
+from infini_model.objectives.objective import REDUCTIONS, Inputs, Reduction
 
 
 class MaskedDiffusion:
@@ -91,8 +91,8 @@ class MaskedDiffusion:
         hidden = model.hidden(ids, starts, inputs.without, past_ids=clean)
         targets, output = labels[chosen], model.lm_head.weight
         weights = None if inputs.weights is None else inputs.weights[chosen]
-        losses = weighted_losses(
-            hidden[chosen], output, targets, weights, reduction, self.mask_token_id
+        losses = REDUCTIONS[reduction](
+            hidden[chosen], output, targets, row_weights=weights, excluded=self.mask_token_id
         )
         if reduction == "sum":
             return losses

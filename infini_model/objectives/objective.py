@@ -16,6 +16,7 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import fused_linear_cross_entropy, token_losses
 
 Reduction = Literal["sum", "none"]
+REDUCTIONS = {"sum": fused_linear_cross_entropy, "none": token_losses}
 
 
 class Inputs(NamedTuple):
@@ -37,26 +38,6 @@ class Inputs(NamedTuple):
     counted: Tensor
     weights: Tensor | None = None
     without: Part | None = None
-
-
-def weighted_losses(
-    hidden: Tensor,
-    output: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    reduction: Reduction,
-    excluded: int | None = None,
-) -> Tensor:
-    """The `sum` of the weighted losses of rows `hidden` [N, H], or with `none` each loss, [N].
-
-    `excluded` is a token that has no probability.
-    """
-    if reduction == "sum":
-        return fused_linear_cross_entropy(
-            hidden, output, targets, row_weights=weights, excluded=excluded
-        )
-    losses = token_losses(hidden, output, targets, excluded=excluded)
-    return losses if weights is None else losses * weights.to(losses.dtype)
 
 
 class Objective(Protocol):

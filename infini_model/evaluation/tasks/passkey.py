@@ -115,27 +115,22 @@ class Passkey(EvaluationTask):
         header = ("Tokens", "Whole answer right", "Tokens right", "Worst depth", "Answers")
         return TaskResult.of(
             found,
-            section=_section(context, table(header, rows)),
+            section=_section(settings, trained, table(header, rows)),
             summary=[f"{self.title}: the model finds {', '.join(at)}."],
             pictures={f"{self.title} found, by length and depth": picture},
         )
 
 
-def _section(context: EvalContext, grid: str) -> str:
-    settings = context.config.evaluation.passkey
+def _section(settings: PasskeyConfig, trained: int, grid: str) -> str:
     hidden = "A number is" if settings.needles == 1 else f"{settings.needles} numbers are"
     filler = "random sentences" if settings.filler == "random" else "five sentences that repeat"
-    parts = [
+    return (
         f"{hidden} hidden in {filler} and asked for at the end. The model was trained on windows "
-        f"of {context.config.packing.context_length:,} tokens; a guess is right once in "
-        f"{9 * 10 ** (settings.digits - 1):,} times.",
-        grid,
-        "Intervals are of 95%. A token is right if it is the likeliest after the question and the "
-        "tokens of the answer before it, so a whole answer is right if greedy generation gives it.",
-    ]
-    if context.model.config.memory == "none":
-        parts.append("The model has no memory: it sees only the window of the question.")
-    return "\n\n".join(parts)
+        f"of {trained:,} tokens; a guess is right once in {9 * 10 ** (settings.digits - 1):,} "
+        f"times.\n\n{grid}\n\nIntervals are of 95%. A token is right if it is the likeliest after "
+        "the question and the tokens of the answer before it, so a whole answer is right if greedy "
+        "generation gives it."
+    )
 
 
 class Needle(NamedTuple):

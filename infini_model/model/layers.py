@@ -287,7 +287,9 @@ class Decoder(nn.Module):
         `document_starts`, `update`, `streams` and `keep_state` are those of `LayerContext`;
         `without` is the part of the attention that is knocked out.
         """
-        x, after = self.embed_tokens(input_ids), list[LayerState]()
+        # Frozen by LoRA, the embedding is of 16 bits.
+        x = self.embed_tokens(input_ids).to(self.norm.weight.dtype)
+        after = list[LayerState]()
         window, sight = self.window, None
         if without == "window":
             window = window._replace(segments=0, sinks=0)

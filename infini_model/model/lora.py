@@ -57,14 +57,6 @@ class LoraLinear(CastLinear):
             return self.weight.float() + self.scaling * product
 
 
-class CastEmbedding(nn.Embedding):
-    """An embedding whose rows are read as float32."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[...] int64 to [..., embedding_dim] float32."""
-        return super().forward(ids).float()
-
-
 def add_lora(model: nn.Module, lora: LoraConfig) -> None:
     """Freeze `model` but for what `lora` trains, and put adapters, still on `meta`, beside it.
 
@@ -72,20 +64,14 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
     Raises `ConfigError` if the model lacks a module that is to be saved.
     """
     for name, module in [*model.named_modules()]:
-        if isinstance(module, nn.Embedding):
-            new: nn.Module = CastEmbedding(
-                module.num_embeddings, module.embedding_dim, device="meta"
-            )
-        elif not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear):
             continue
-        elif name.rpartition(".")[2] in lora.target_modules:
-            new = LoraLinear(module.in_features, module.out_features, lora)
+        shape = module.in_features, module.out_features
+        if name.rpartition(".")[2] in lora.target_modules:
+            new: CastLinear = LoraLinear(*shape, lora)
         else:
-            shape = module.in_features, module.out_features
             new = CastLinear(*shape, bias=False, device="meta")
-        new.weight = module.weight
-        if isinstance(module, nn.Linear):
-            new.bias = module.bias
+        new.weight, new.bias = module.weight, module.bias
         model.set_submodule(name, new)
     for name in lora.modules_to_save:
         if not any(each.endswith(name) for each, _ in model.named_modules()):

@@ -8,9 +8,7 @@ from infini_model.config import Config
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.claims import check_branch
 from infini_model.runtime.errors import DeviceError, StoreError
-from infini_model.runtime.fact_cache import fact_cache
-from infini_model.runtime.object_store import ObjectStore, split_address
-from infini_model.runtime.store_client import endpoint_of
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.training.initial_weights import InitialWeights
 from infini_model.training.launch.devices import choose_gpus
@@ -41,28 +39,19 @@ def check_stores(run: RunConfig, *, builds_dataset: bool) -> None:
     """Check that the stores of runs, and of a dataset that is built, honour conditional writes.
 
     Amazon S3, Google Cloud Storage and Azure do. With some servers that speak like S3, two machines
-    would train in one run, and neither would notice. It takes six requests for each bucket, once
-    for an output folder. Raises `StoreError`, and as `ObjectStore` does.
+    would train in one run, and neither would notice. It takes six requests for each address. Raises
+    `StoreError`, and as `ObjectStore` does.
     """
     datasets = "run.output_dir" if run.data_store is None else "run.data_dir"
-    facts = fact_cache(run.output_dir)
     for setting, address in (
         ("run.output_dir", run.store),
         (datasets, run.datasets_store if builds_dataset else None),
     ):
-        if address is None:
-            continue
-        bucket = split_address(address)[0]
-        fact = f"conditional writes: {bucket} {endpoint_of(bucket)}"
-        if facts.get(fact) is not None:
-            continue
-        if not ObjectStore(address).honours_conditions():
+        if address is not None and not ObjectStore(address).honours_conditions():
             raise StoreError(
                 f"{setting}: {address}: the store ignores conditional writes, which keep two "
                 "machines apart; use one that honours If-None-Match and If-Match"
             )
-        facts.put(fact, value=True)
-    facts.save()
 
 
 def check_gpus_of_evaluation(config: Config) -> None:

@@ -91,27 +91,23 @@ def client(root: str, patience: float) -> Any:
     if _used_by not in (None, os.getpid()):
         raise RuntimeError("object stores cannot be used after a fork: spawn the process instead")
     _used_by = os.getpid()
-    endpoint_of(root)
+    _check_endpoint(root)
     prefix = STORES[root[:5]]
     environment = ((name, text) for name, text in os.environ.items() if name.startswith(prefix))
     return _make_client(root, patience, tuple(sorted(environment)))
 
 
-def endpoint_of(root: str) -> str:
-    """The server that the environment names for `root`; empty for the provider's own.
-
-    Raises `StoreError` for one that obstore would panic at, or refuse without a reason.
-    """
+def _check_endpoint(root: str) -> None:
+    """Raise `StoreError` for a server that obstore would panic at, or refuse without a reason."""
     name = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if name is None or not root.startswith("s3://"):
-        return ""
+        return
     endpoint, place = os.environ[name], f"{root}: {name} in the environment"
     found = ENDPOINT.fullmatch(endpoint)
     if found is None:
         raise StoreError(f"{place} is not like https://host:port")
     if found[1] == "http" and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1"):
         raise StoreError(f"{place} is not encrypted; allow it by AWS_ALLOW_HTTP=true")
-    return endpoint
 
 
 @functools.lru_cache(maxsize=16)

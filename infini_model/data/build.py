@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 # Those on which the content of a dataset may depend.
 PACKAGES = ("infini-llama", "numpy", "pyarrow", "tokenizers", "gigatoken")
+LEFT_OUT = "empty, without an answer, under data.source.min_characters or not UTF-8"
 
 
 def write_listing(listing: Listing, config: DataConfig, datasets_dir: Path) -> Path:
@@ -115,7 +116,10 @@ class RequestedDataset:
             for key, partition in each.partitions
             if key in keys
         }
-        return [common.spec(key, partition) for key, (common, partition) in wanted.items()]
+        return [
+            PartitionSpec(key=key, ranges=part.ranges, bytes=part.bytes, **common._asdict())
+            for key, (common, part) in wanted.items()
+        ]
 
     def manifest(self, records: Mapping[str, PartitionRecord], seconds: float) -> Manifest:
         """The manifest of the finished partitions, in the order of the token stream.
@@ -247,8 +251,14 @@ def build_dataset(
     name = wanted.folder.name
     with storage.lock(build_lock(wanted.folder)):
         register_build(wanted.folder, wanted.build)
-        manifest = _find_dataset(datasets, name)
-        if manifest is None:
+        try:
+            manifest = datasets.find(name)
+        except DataError as error:
+            log.warning("%s; rebuilding the dataset from its partitions", error)
+            manifest = None
+        if manifest is not None:
+            log.info("dataset %s/%s: reused", datasets.place, name)
+        else:
             began = time.monotonic()
             engine = make_engine(config, wanted.tokenizer)
             what = f"dataset {datasets.place}/{name}"
@@ -260,8 +270,7 @@ def build_dataset(
     _warn_of_separator(wanted, manifest)
     if skipped := manifest.corpus.skipped:
         documents = "1 document is" if skipped == 1 else f"{skipped:,} documents are"
-        why = " or ".join(dict.fromkeys(_skipped(each) for each in wanted.sources))
-        log.info("dataset %s: %s left out, as %s", name, documents, why)
+        log.info("dataset %s: %s left out, as %s", name, documents, LEFT_OUT)
     for split in SPLITS:
         if not manifest.splits[split].documents and getattr(config.splits, split):
             log.warning(
@@ -283,18 +292,6 @@ def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
         many, first = f"{len(files):,} files", files[0].file.address
         none = f"{separators[0]!r} occurs in none of {many}; each is one document, such as {first}"
         log.warning("data.source.separator: %s", none)
-
-
-def _find_dataset(datasets: Datasets, name: str) -> Manifest | None:
-    """The manifest of an existing dataset that is intact, or None."""
-    try:
-        manifest = datasets.find(name)
-    except DataError as error:
-        log.warning("%s; rebuilding the dataset from its partitions", error)
-        return None
-    if manifest is not None:
-        log.info("dataset %s/%s: reused", datasets.place, name)
-    return manifest
 
 
 def make_partitions(
@@ -341,19 +338,8 @@ def _check_documents(wanted: RequestedDataset, records: Mapping[str, PartitionRe
             skipped = sum(record.skipped for record in own)
             raise DataError(
                 f"{first}{f' and {more} more' if more else ''}: no documents left: {skipped} of "
-                f"{skipped} are {_skipped(source)}"
+                f"{skipped} are {LEFT_OUT}"
             )
-
-
-def _skipped(source: RequestedSource) -> str:
-    """Which documents are skipped."""
-    reading = source.common.reading
-    why = "empty" if reading.conversations is None else "without an answer"
-    if reading.min_characters:
-        why += f" or under data.source.min_characters {reading.min_characters}"
-    if reading.errors == "skip":
-        why += " or not UTF-8"
-    return why
 
 
 class Dataset(Record):

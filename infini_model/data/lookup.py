@@ -23,7 +23,7 @@ KEY = re.compile(r"-[0-9a-f]{16}$")
 # Where the datasets of a folder may be: it holds them, or is an output folder. One above it is not
 # searched: whose datasets are meant there, or are added to by `infini run`, would be a guess.
 BELOW = ("", "/datasets")
-# So many of the datasets that there are are listed for one that there is not.
+# So many of the datasets that there are, the newest, are listed for one that there is not.
 LISTED = 10
 
 
@@ -53,11 +53,7 @@ def resolve_dataset(spec: Path | str | None, run: RunConfig) -> str:
         if word == name or asked == KEY.sub("", name):
             return f"{own.place}/{name}"
     kept = run.datasets_store or run.datasets_dir
-    if not names:
-        has = "none yet; run the preprocess stage first"
-    else:
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        has = ", ".join(names[:LISTED]) + more
+    has = ", ".join(names[:LISTED]) or "none yet; run the preprocess stage first"
     raise DataError(f"{asked}: is no dataset; {kept} has {has}")
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -174,12 +173,10 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
     try:
         return parse_record(content, f"{place}/{storage.MANIFEST}", Manifest)
     except DataError:
-        version = None
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            version = json.loads(content)["format_version"]
-        if isinstance(version, int) and version != FORMAT_VERSION:
+        version = re.search(rb'"format_version": *(\d+)', content)
+        if version and int(version[1]) != FORMAT_VERSION:
             raise DataError(
-                f"{place}: has format version {version}, but this program reads version "
+                f"{place}: has format version {int(version[1])}, but this program reads version "
                 f"{FORMAT_VERSION}; {AGAIN}"
             ) from None
         raise

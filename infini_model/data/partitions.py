@@ -100,12 +100,6 @@ class CommonSpec(NamedTuple):
         keys = [storage.content_key([prefix, content])[:32] for content in contents]
         return sorted(zip(keys, partitions, strict=True), key=itemgetter(0))
 
-    def spec(self, key: str, partition: Partition) -> PartitionSpec:
-        """The spec of a partition."""
-        return PartitionSpec(
-            key=key, ranges=partition.ranges, bytes=partition.bytes, **self._asdict()
-        )
-
 
 def plan_partitions(
     ranges: Sequence[FileRange], reading: Reading, target_bytes: int, facts: FactCache

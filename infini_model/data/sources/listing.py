@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import glob
-import heapq
 import logging
 import os
 import sysconfig
@@ -107,12 +106,12 @@ def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:
     target = config.partition_megabytes * MEBIBYTE
     alone = [part for part in listing.ranges if is_alone(part, target)]
     most = MOST_OF_A_SHARE * sum(map(text_of_file, alone)) / count
-    loads, share_of = [(0, number) for number in range(1, count + 1)], dict[str, int]()
+    loads, share_of = [0] * count, dict[str, int]()
     for part in sorted(alone, key=text_of_file, reverse=True):
         if text_of_file(part) <= most and part.file.address not in share_of:
-            load, number = heapq.heappop(loads)
-            heapq.heappush(loads, (load + text_of_file(part), number))
-            share_of[part.file.address] = number
+            least = loads.index(min(loads))
+            loads[least] += text_of_file(part)
+            share_of[part.file.address] = least + 1
     return share_of
 
 

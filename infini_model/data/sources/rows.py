@@ -42,8 +42,6 @@ from infini_model.runtime.errors import DataError
 
 BATCH_DOCUMENTS = 1 << 16
 DICTIONARY_ROWS = 1 << 12
-# Columns that are named where the one that is asked for is missing.
-MOST_NAMES = 20
 # Otherwise Arrow loads the whole column of a row group at once.
 PARQUET_BUFFER_BYTES = 1 << 20
 HOLDS_TEXT = (
@@ -215,10 +213,7 @@ def _value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
-    names = list(present)
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    shown = ", ".join(names[:MOST_NAMES]) or "none"
-    return DataError(f"{where}has no column {column!r}; it has: {shown}{more}")
+    return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")
 
 
 def path_in(schema: pa.Schema, column: str) -> list[str]:

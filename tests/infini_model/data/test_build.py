@@ -24,7 +24,7 @@ from infini_model.data.build import build_dataset
 from infini_model.data.loading import stream
 from infini_model.data.loading.stream import count_duplicates, open_split
 from infini_model.data.manifest import SPLITS, TokenizerRecord, read_manifest
-from infini_model.data.partitions import CommonSpec, Partition
+from infini_model.data.partitions import CommonSpec, Partition, PartitionSpec
 from infini_model.data.sources import text
 from infini_model.data.sources.chat import ChatTemplate
 from infini_model.data.sources.conversations import Conversations
@@ -155,8 +155,8 @@ EVERY = {"reading": Reading(), "tokenizer": RECORD, "splits": SplitsConfig()}
 
 def spec_of(*ranges, **changes):
     common = CommonSpec(**EVERY | changes)
-    (keyed,) = common.keyed([Partition(ranges, 9)])
-    return common.spec(*keyed)
+    ((key, part),) = common.keyed([Partition(ranges, 9)])
+    return PartitionSpec(key=key, ranges=part.ranges, bytes=part.bytes, **common._asdict())
 
 
 def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
@@ -314,7 +314,7 @@ def test_documents_that_are_left_out_are_counted_and_the_first_named(tmp_path, c
         (tmp_path / f"{number}.txt").write_bytes(content)
     source = FilesSource(paths=[str(tmp_path / "*.txt")], errors="skip")
     build(DataConfig(source=source), tmp_path)
-    assert "5 documents are left out, as empty or not UTF-8" in caplog.text
+    assert "5 documents are left out, as empty, without an answer, " in caplog.text
     told = [each for each in caplog.messages if each.endswith("is left out, as it is not UTF-8")]
     assert len({each.split(":")[0] for each in told}) == 3
 

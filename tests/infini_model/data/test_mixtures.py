@@ -125,6 +125,6 @@ def test_a_fault_is_named_by_its_source(sources, tmp_path):
     empty = write_files(tmp_path / "empty", ["", ""])
     config = DataConfig(sources={"a": sources["texts"], "b": FilesSource(paths=[f"{empty}/*"])})
     with pytest.raises(
-        DataError, match=r"0000\.txt and 1 more: no documents left: 2 of 2 are empty$"
+        DataError, match=r"0000\.txt and 1 more: no documents left: 2 of 2 are empty, "
     ):
         build(config, tmp_path)

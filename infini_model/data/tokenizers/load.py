@@ -14,6 +14,7 @@ from infini_model.data.tokenizers.stated import (
     TOKENIZER_FILE,
     TOKENIZER_FILES,
     StatedTokens,
+    read_text,
 )
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.runtime.errors import DataError, DeviceError
@@ -101,12 +102,9 @@ def check_device(device: str) -> None:
 def _load_file(
     path: Path, spec: str, stated: StatedTokens, eos_token: str | int | None = None
 ) -> Tokenizer:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not a tokenizer.json: it is not UTF-8") from error
+    text = read_text(path)
+    if text is None:
+        raise DataError(f"{path}: does not exist")
 
     def load(text: str) -> BPETokenizer:
         return BPETokenizer(

@@ -21,7 +21,6 @@ GENERATION, CONFIG, CHAT_TEMPLATE = "generation_config.json", "config.json", "ch
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG, GENERATION, CONFIG, CHAT_TEMPLATE)
 # Special tokens that end a text, where no file says which one does.
 END_OF_TEXT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-_TEMPLATE = "chat_template"
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,13 @@ class StatedTokens:
         config, generation, model = (
             _read_tree(folder / name) for name in (TOKENIZER_CONFIG, GENERATION, CONFIG)
         )
-        template = config.pop(_TEMPLATE, None)
+        template = config.pop("chat_template", None)
         if isinstance(template, list):  # several, by name
             template = {each.get("name"): each.get("template") for each in template}
         if isinstance(template, dict):
             template = template.get("default")
         config.pop("auto_map", None)
-        return cls(config, generation, model, _read_text(folder / CHAT_TEMPLATE) or template)
+        return cls(config, generation, model, read_text(folder / CHAT_TEMPLATE) or template)
 
     def special_tokens(self) -> dict[str, str]:
         """The texts of the named tokens, such as `bos_token`."""
@@ -118,7 +117,7 @@ def _ids(tree: Mapping[str, Any]) -> list[int]:
 
 def _read_tree(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(_read_text(path) or "{}")
+        tree = json.loads(read_text(path) or "{}")
     except ValueError as error:
         raise DataError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(tree, dict):
@@ -126,7 +125,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _read_text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
     """The text of a file, None if there is none."""
     try:
         return path.read_text(encoding="utf-8")

@@ -80,8 +80,7 @@ class TokenizerStore:
                     temporary.write_bytes(content)
         if self._store is not None:
             key = f"{path.parent.name}/{TOKENIZER_FILE}"
-            is_there = self._store.find(key) is not None
-            if not is_there or (is_new and self._store.read(key)[0] != content):
+            if is_new or self._store.find(key) is None:
                 self._store.write(key, content)
 
     def load(self, fingerprint: str, spec: str, eos_token_id: int | None = None) -> Tokenizer:
@@ -169,9 +168,11 @@ def dataset_tokenizer(
         pin, version = kept.read_pin(name)
         # The stages after the plan ask again, when there is nothing new to train on.
         if pin is not None and (not asked.retrain or pin.content == _key(partitions)):
-            pinned = _load_pinned(pin, kept)
-            if pinned is not None:
-                return pinned, None if asked.retrain else pin
+            try:
+                return kept.load(pin.fingerprint, "train"), None if asked.retrain else pin
+            except (DataError, ObjectMissingError) as error:
+                place = kept.folder_of(pin.fingerprint)
+                log.warning("%s: %s; training the tokenizer again", place, error)
         trained = _train(partitions, asked.vocab_size)
         kept.keep(trained)
         new = PinnedTokenizer(
@@ -194,16 +195,6 @@ def _content(place: Place) -> str:
     return storage.content_key(sorted(map(content_of, place[1])))
 
 
-def _load_pinned(pin: PinnedTokenizer, kept: TokenizerStore) -> Tokenizer | None:
-    """The tokenizer that a pin names, None if it is missing or damaged."""
-    try:
-        return kept.load(pin.fingerprint, "train")
-    except (DataError, ObjectMissingError) as error:
-        place = kept.folder_of(pin.fingerprint)
-        log.warning("%s: %s; training the tokenizer again", place, error)
-        return None
-
-
 def _train(partitions: Sequence[Place], vocab_size: int) -> Tokenizer:
     log.info("tokenizer: training one of %d tokens on the source", vocab_size)
     # Neither the names nor the order of the files decide what is learnt.
@@ -213,14 +204,7 @@ def _train(partitions: Sequence[Place], vocab_size: int) -> Tokenizer:
     if first is None:
         address = partitions[0][1][0].file.address if partitions else "data.source"
         raise DataError(f"{address}: no documents left to train a tokenizer on")
-    trained = train_tokenizer(itertools.chain([first], sample), vocab_size)
-    if trained.vocab_size < vocab_size:
-        log.warning(
-            "the corpus yields only %d tokens, fewer than data.tokenizer.vocab_size=%d",
-            trained.vocab_size,
-            vocab_size,
-        )
-    return trained
+    return train_tokenizer(itertools.chain([first], sample), vocab_size)
 
 
 def _sample(places: Sequence[Place]) -> Iterator[pa.StringArray]:

@@ -223,7 +223,7 @@ def test_neither_path_nor_truncation_nor_padding_is_part_of_it(tokenizer_file, t
     ("content", "complaint"),
     [
         (b"{}", r"a\.json: is not a tokenizer"),
-        (b"\xff", r"a\.json: is not a tokenizer\.json: it is not UTF-8"),
+        (b"\xff", r"a\.json: is not UTF-8"),
         (None, r"a\.json: no such tokenizer file"),
         ("<|stop|>", r"has no end-of-text token; data\.tokenizer\.eos_token .*: <\|stop\|>"),
     ],

@@ -392,7 +392,7 @@ def plan_dataset(listing: Listing, config: Config) -> Dataset:
         intact, fault = False, str(error)
     if intact:
         datasets.point_latest(name)
-    new = 0 if intact else len(keys - datasets.partition_keys())
+    new = 0 if intact else datasets.count_missing(keys)
     plan = Dataset(
         key=wanted.key,
         folder=wanted.folder.resolve(),

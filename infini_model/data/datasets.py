@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -46,13 +46,9 @@ class Datasets:
         self.tokenizers = TokenizerStore(folder)
         self._facts = fact_cache(folder)
 
-    def partition_keys(self) -> set[str]:
-        """The keys of all finished partitions; their files are not looked at."""
-        try:
-            with os.scandir(self.partitions) as entries:
-                return {entry.name for entry in entries if not entry.name.startswith(".")}
-        except FileNotFoundError:
-            return set()
+    def count_missing(self, keys: Iterable[str]) -> int:
+        """Count the partitions of these keys that are not finished; no file is looked at."""
+        return len(set(keys) - {path.name for path in self.partitions.glob("*")})
 
     def find_partitions(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The partitions of these keys that are finished and intact, as far as `find_faults` looks.

@@ -43,7 +43,7 @@ def make_share(
         wanted = requested_dataset(listing, data, datasets)
     target = data.partition_megabytes * MEBIBYTE
     unread = sum(-(-text_of_file(part) // target) for part in listing.unread)
-    return listing, len(set(wanted.build.partitions) - datasets.partition_keys()) + unread
+    return listing, datasets.count_missing(wanted.build.partitions) + unread
 
 
 def _keys_of_share(wanted: RequestedDataset, listing: Listing, config: DataConfig) -> list[str]:

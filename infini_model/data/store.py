@@ -46,7 +46,7 @@ from infini_model.runtime.errors import (
     StoreError,
     UnreachableError,
 )
-from infini_model.runtime.object_store import ObjectStore, StoredObject
+from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.records import parse_record, write_record
 from infini_model.runtime.stage_protocol import OnProgress
 
@@ -83,17 +83,9 @@ class StoredDatasets(Datasets):
         self._shards.visit_below(key, lambda each: sizes.update({hash(each.key): each.bytes}))
         return sizes
 
-    def partition_keys(self) -> set[str]:
-        """The keys of all partitions that are finished now; their shards are not looked at."""
-        keys: set[str] = set()
-
-        def note(each: StoredObject) -> None:
-            key, _, name = each.key.partition("/")
-            if name == RECORD:
-                keys.add(key)
-
-        self._shards.visit_below("", note)
-        return keys
+    def count_missing(self, keys: Iterable[str]) -> int:
+        there = self._list()
+        return sum(hash(f"{key}/{RECORD}") not in there for key in set(keys))
 
     def find_partitions(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
         """The finished partitions of these keys whose shards are as large as their records say.

@@ -103,7 +103,7 @@ def test_a_device_that_cannot_be_used_is_one_warning(
 
 
 def made(output_dir):
-    return Datasets(output_dir / "datasets").partition_keys()
+    return {path.name for path in (output_dir / "datasets" / ".partitions").glob("[!.]*")}
 
 
 class Share:

@@ -133,31 +133,28 @@ def check_mark(mark: Path, remedy: str) -> None:
 def on_node(module: str, name: str) -> Callable[..., Any]:
     """The function `name` of a module of this package, as the function of a Ray task.
 
-    It travels by value, since a node may lack the package, and returns what `attempt` does.
+    It travels by value, since a node may lack the package. Instead of raising what a user can mend
+    it returns a `Failure` that names the node.
     """
 
     def call(*arguments: Any) -> Any:
         import importlib
         import socket
 
+        host = socket.gethostname()
         try:
+            from infini_model.runtime.errors import UserError
+
             function = getattr(importlib.import_module(module), name)
-            from infini_model.runtime.ray import attempt
         except ImportError as error:
-            host = socket.gethostname()
             return "user", f"infini_model: cannot be imported on {host}: {error}"
-        return attempt(function, *arguments)
+        try:
+            return function(*arguments)
+        except UserError as error:
+            return "user", f"{error} (on {host})"
+        except ConnectionError as error:
+            return "network", f"{error} (on {host})"
 
     # Ray shows the name of the task, as that of the process too.
     call.__name__ = call.__qualname__ = name
     return call
-
-
-def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns, or what a user can mend as a `Failure` that names this node."""
-    try:
-        return function(*arguments)
-    except UserError as error:
-        return "user", f"{error} (on {socket.gethostname()})"
-    except ConnectionError as error:
-        return "network", f"{error} (on {socket.gethostname()})"

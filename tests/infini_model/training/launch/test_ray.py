@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from infini_model.config import LaunchConfig
-from infini_model.runtime.ray import attempt, marked, sources_fingerprint
+from infini_model.runtime.ray import marked, on_node, sources_fingerprint
 from infini_model.training.launch.ray import Node, needs_of, probe_node
 
 
@@ -31,16 +31,17 @@ def test_what_a_launcher_reserves(settings, nodes, needs):
 
 
 def test_a_node_is_taken_if_it_has_the_same_code_and_sees_the_run(tmp_path):
+    probe = on_node(probe_node.__module__, probe_node.__name__)
     with marked(tmp_path) as mark:
         node = probe_node(sources_fingerprint(), str(mark))
         assert isinstance(node, Node)
         assert node.host == socket.gethostname()
         with socket.create_server(("", node.port)):
             pass
-        kind, message = attempt(probe_node, "other", str(mark))
+        kind, message = probe("other", str(mark))
         assert kind == "user"
         assert "is not the infini_model that started the job" in message
-    kind, message = attempt(probe_node, sources_fingerprint(), str(mark))
+    kind, message = probe(sources_fingerprint(), str(mark))
     assert kind == "user"
     assert message.startswith(f"{tmp_path}: is not the folder of this name on the machine that")
     assert "run.output_dir" in message

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from infini_model.config import Config, TrainingConfig
 from infini_model.runtime.errors import CheckpointError, ConfigError
-from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.storage import write_json
 from infini_model.training.launch.failures import Kind, TrainingFailure
 
@@ -78,12 +79,10 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A training that failed after `step` steps."""
+    """A training that failed."""
 
     kind: Kind
     message: str
-    rank: int | None
-    step: int
     time: float
 
 
@@ -103,21 +102,20 @@ class Recovery:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Recovery:
-        """A recovery from its JSON. Raises `ValueError`, `KeyError` or `TypeError` otherwise."""
-        attempts = tuple(Attempt(**attempt) for attempt in tree["attempts"])
-        return cls(attempts, int(tree["micro_batch_divisor"]), tuple(tree["skipped"]))
+        """A recovery from its JSON. Raises `ValueError` otherwise."""
+        return TypeAdapter(cls).validate_python(tree)
 
     @property
     def recomputes_all(self) -> bool:
         """True after running out of memory: `auto` then means all layers, as it was too few."""
         return any(each.kind == "out of memory" for each in self.attempts)
 
-    def after(self, failure: TrainingFailure, config: Config, step: int) -> Recovery:
-        """The recovery once `failure` has happened, after `step` steps of the user's `config`.
+    def after(self, failure: TrainingFailure, config: Config) -> Recovery:
+        """The recovery once `failure` has happened with the user's `config`.
 
         Marks the failure as final if a retry would not help, and counts it.
         """
-        attempt = Attempt(failure.kind, failure.message, failure.rank, step, time.time())
+        attempt = Attempt(failure.kind, failure.message, time.time())
         changed = replace(self, attempts=(*self.attempts, attempt))
         alike = itertools.takewhile(
             lambda each: each.message == failure.message, reversed(changed.attempts)
@@ -162,7 +160,7 @@ def read_recovery(run_dir: Path) -> Recovery:
         return Recovery.of(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return Recovery()
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: is damaged; delete it to start without it") from error
 
 
@@ -171,7 +169,6 @@ def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> N
 
     Marks the failure as final if a retry would not help, and counts it.
     """
-    step = int(read_newest(run_dir, "step").get("step", 0))
-    recovery = read_recovery(run_dir).after(failure, config, step)
+    recovery = read_recovery(run_dir).after(failure, config)
     if config.launch.node_rank == 0:
         write_json(run_dir / FILE, asdict(recovery))

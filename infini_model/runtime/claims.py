@@ -270,10 +270,7 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
         every = look_seconds(store)
         if not wait_until(has_started, every_seconds=every, timeout_seconds=JOIN_SECONDS):
             raise ConfigError(f"run.name: the first machine has not started this run in {place}")
-    if other := _Request(config, dataset_key).mismatch(run_dir):
-        holder = run_holder(run_dir)
-        by = "" if holder is None else f", in use by {holder}"
-        raise ConfigError(f"run.name: {run_dir} holds another run{by} ({other})")
+    _check_claim(run_dir, _Request(config, dataset_key))
     return run_dir
 
 

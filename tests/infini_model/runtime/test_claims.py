@@ -137,8 +137,7 @@ def test_other_machines_join_the_run_of_the_first_one_if_it_is_theirs(tmp_path: 
     first, second = config_of(tmp_path, *SHARED), config_of(tmp_path, *SHARED, "launch.node_rank=1")
     with claim_run(first, "k1", Path("data")) as run_dir:
         assert claim(second) == run_dir
-        message = r"mine holds another run, in use by process \d+ \(the dataset differs"
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=r"mine holds another run \(the dataset differs"):
             claim(second, "k2")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infini_model.config import Config
+from infini_model.config.section import NAME
 from infini_model.runtime.errors import (
     ObjectDamagedError,
     ObjectMissingError,
@@ -58,7 +59,6 @@ log = logging.getLogger(__name__)
 
 # Of each small file: its entity tag in the store; its time of change and size here.
 SYNCED = ".stored"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 COMPLETE = re.compile(rf"{STEP.pattern}/{re.escape(MANIFEST)}")
 AT_ONCE = 8
 POLL_SECONDS = 0.5

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from infini_model.config import Config
-from infini_model.runtime.errors import DataError, DeviceError
-from infini_model.runtime.holders import Holder, Owner, hold, holder_of
-from infini_model.runtime.runs import read_run
+from infini_model.runtime.errors import DeviceError
+from infini_model.runtime.holders import Holder, hold, holder_of
 from infini_model.runtime.storage import lock, make_folder, named_os_errors
 from infini_model.training.launch.devices import Gpu, choose_gpus
 
@@ -66,10 +65,7 @@ def reserve(
     wanted = ", ".join(map(_label, slots.values()))
     if needed < len(slots):
         wanted = f"{needed} of {len(slots)} GPUs"
-    folder, owner = make_folder(config.run.output_dir / "devices"), None
-    with contextlib.suppress(DataError):
-        owner = read_run(run_dir).owner
-    holder = Holder.current(run_dir, Owner(owner))
+    folder, holder = make_folder(config.run.output_dir / "devices"), Holder.current(run_dir)
     shared_with = holder.run if config.launch.num_nodes > 1 else None
 
     def take(stack: contextlib.ExitStack) -> tuple[list[Gpu | None], dict[str, Holder]]:

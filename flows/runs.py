@@ -29,6 +29,7 @@ from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import check_branch, resume_config
 from infini_model.runtime.errors import CheckpointError, StageError, UserError
 from infini_model.runtime.holders import Holder, flow_run_page
+from infini_model.runtime.owner import LOOK_SECONDS
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.runs import (
     CHECKPOINTS,
@@ -40,7 +41,6 @@ from infini_model.runtime.runs import (
 from infini_model.runtime.stored_runs import (
     attach_unclaimed,
     await_owner,
-    look_seconds,
     refresh_run,
     refresh_runs,
 )
@@ -231,8 +231,7 @@ def cancel(run_dir: Path, store: str | None = None) -> str:
         refresh_run(run_dir, store)
         return run_holder(run_dir) != holder
 
-    every = look_seconds(store)
-    if not wait_until(has_ended, every_seconds=every, timeout_seconds=END_SECONDS):
+    if not wait_until(has_ended, every_seconds=LOOK_SECONDS, timeout_seconds=END_SECONDS):
         raise StageError(f"{run_dir}: {holder} has not ended after {END_SECONDS:g} s")
     step = saved_step(run_dir)
     return "nothing is saved" if step is None else f"step {step} is saved"
@@ -281,7 +280,7 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
         sys.stdout.buffer.flush()
         return ended
 
-    wait_until(print_new_lines, every_seconds=look_seconds(store))
+    wait_until(print_new_lines, every_seconds=LOOK_SECONDS)
     if not offsets:
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 

@@ -24,6 +24,7 @@ from infini_model.runtime.branches import begin_branch, find_step, parent_of, sh
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.holders import ANYBODY, Holder, Owner, flow_run_page
 from infini_model.runtime.machine import package_versions
+from infini_model.runtime.owner import LOOK_SECONDS
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.records import write_record
 from infini_model.runtime.runs import (
@@ -42,9 +43,7 @@ from infini_model.runtime.runs import (
 )
 from infini_model.runtime.storage import atomic_file, make_folder, point_latest
 from infini_model.runtime.stored_runs import (
-    LOOK_SECONDS,
     hold_run,
-    look_seconds,
     refresh_run,
     refresh_runs,
     working_copy,
@@ -267,8 +266,7 @@ def _wait_for_first_machine(config: Config, dataset_key: str) -> Path:
             "machines must share run.output_dir or run.store",
             place,
         )
-        every = look_seconds(store)
-        if not wait_until(has_started, every_seconds=every, timeout_seconds=JOIN_SECONDS):
+        if not wait_until(has_started, every_seconds=LOOK_SECONDS, timeout_seconds=JOIN_SECONDS):
             raise ConfigError(f"run.name: the first machine has not started this run in {place}")
     _check_claim(run_dir, _Request(config, dataset_key))
     return run_dir

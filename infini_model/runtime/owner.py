@@ -32,7 +32,7 @@ from infini_model.runtime.records import Record, parse_record, read_record, writ
 log = logging.getLogger(__name__)
 
 OWNER, SEEN = "OWNER", ".owner"
-# Between two renewals, without one before a takeover, and between two looks.
+# Between two renewals, without one before a takeover, and between two looks at another's run.
 RENEWAL_SECONDS, SILENCE_SECONDS, LOOK_SECONDS = 20.0, 90.0, 1.0
 # Why this process must not go on with a run, by its folder.
 _lost: dict[Path, RunLostError] = {}

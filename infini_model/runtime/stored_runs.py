@@ -63,8 +63,6 @@ COMPLETE = re.compile(rf"{STEP.pattern}/{re.escape(MANIFEST)}")
 AT_ONCE = 8
 POLL_SECONDS = 0.5
 RETRY_SECONDS = 60.0
-# In the folder of a run, and in its store.
-LOOK_SECONDS, LOOK_STORE_SECONDS = 0.2, 2.0
 
 
 class Held(NamedTuple):
@@ -155,11 +153,6 @@ def fetch_checkpoint(run_dir: Path, store: str | None, step: int) -> None:
     """Copy the checkpoint of a step from the store, unless it is here. Raises as `ObjectStore`."""
     if store is not None and step not in local_steps(run_dir):
         _get_folder(_store_of(run_dir, store), step_key(step), run_dir / step_key(step))
-
-
-def look_seconds(store: str | None) -> float:
-    """Seconds between two looks at a run that another process works on."""
-    return LOOK_SECONDS if store is None else LOOK_STORE_SECONDS
 
 
 def refresh_runs(runs_dir: Path, store: str | None) -> None:

@@ -29,12 +29,11 @@ COMMAND = """
 import logging, sys
 from pathlib import Path
 from infini_model.config import load_config
-from infini_model.runtime import claims, owner, stored_runs
+from infini_model.runtime import claims, owner
 from infini_model.runtime.errors import StageError, UserError
 from infini_model.training.launch.launcher import Job, launch
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 owner.RENEWAL_SECONDS, owner.SILENCE_SECONDS, owner.LOOK_SECONDS = 0.5, 10.0, 0.5
-stored_runs.LOOK_STORE_SECONDS = 0.5
 config, dataset = load_config(file=Path(sys.argv[1])), Path(sys.argv[2])
 try:
     with claims.claim_run(config, "key", dataset) as run_dir:

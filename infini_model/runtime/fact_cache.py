@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 DAY_SECONDS = 86_400
 # A fact that no run has used for this long is dropped, so that the file does not grow for ever.
 KEEP_DAYS = 60
-# The day of use is only written again after this long, so that most runs write nothing.
-REFRESH_DAYS = 7
 
 
 class FactCache:
@@ -41,7 +39,7 @@ class FactCache:
 
     def get(self, key: str) -> Any | None:
         value, day = self._new.get(key) or self._facts.get(key) or (None, 0)
-        if value is not None and self._today - day >= REFRESH_DAYS:
+        if value is not None and day < self._today:
             self.put(key, value)
         return value
 

@@ -38,12 +38,9 @@ def flow_run_page(flow_run: str) -> str | None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who claims a run.
+    """Who claims a run: a flow run, by its `id`, or a process without one.
 
-    Attributes:
-        id: Of the flow run; None for a process without one.
-        adopts: Whether it resumes an interrupted run of the same settings and data that another
-            owner started.
+    If it `adopts`, it resumes interrupted runs of the same settings and data of other owners too.
     """
 
     id: str | None = None
@@ -58,12 +55,8 @@ ANYBODY = Owner()
 class Holder:
     """The process that holds a lock.
 
-    Attributes:
-        pid: Process id on `host`; None if it left no record.
-        started: Start time in seconds since the epoch, since process ids are reused.
-        host: Host name of the machine.
-        run: Absolute path of the run folder it works in.
-        flow_run: Id of its flow run, if any.
+    Its `pid` is None if it left no record. Process ids are reused, so `started` is when it began,
+    in seconds since the epoch. `run` is the absolute path of the run folder in which it works.
     """
 
     pid: int | None = None

@@ -5,17 +5,11 @@ seconds, tells the other machines why and asks them, and saves the first cause w
 reads it.
 
 torchrun always starts ranks through `torch.distributed.elastic.multiprocessing.SubprocessContext`,
-so `main` replaces that class by `Ranks`, which overrides
-
-- `_start`, which starts the ranks: from here on signals are forwarded to them, where torchrun's
-  own handlers would raise an exception at whatever line they interrupt;
-- `_close`, which ends the remaining ranks: here the first exit codes are known and no other rank
-  has been killed yet. How long it waits for them depends on those codes; torchrun always waits
-  30 s;
-
-and reads `_failures`, `envs`, `error_files` and `subprocess_handlers`: exit codes, environments,
-the files in which ranks say why they failed, and processes.
-tests/infini_model/training/launch/test_launch.py fails if a torch release renames any of them.
+so `main` replaces that class by `Ranks`. It overrides `_start`, from which on signals are forwarded
+to the ranks, and `_close`, which ends the remaining ranks: here the first exit codes are known, on
+which it depends how long to wait (torchrun always waits 30 s), and no other rank has been killed
+yet. tests/infini_model/training/launch/test_launch.py fails if a torch release renames either, or
+the attributes of theirs that are read here.
 """
 
 from __future__ import annotations

@@ -245,12 +245,7 @@ def superseded_checkpoints(run_dir: Path, keep: int) -> list[Path]:
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
     """Delete all checkpoints but the `keep` newest and the one with the lowest validation loss."""
     for old in superseded_checkpoints(run_dir, keep):
-        _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint; rename it first, so that a kill cannot leave a partial one."""
-    shutil.rmtree(retire(folder), ignore_errors=True)
+        shutil.rmtree(retire(old), ignore_errors=True)
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
@@ -306,7 +301,7 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
             break
         damaged = folder / f"damaged-{path.name}"
         if damaged.exists():
-            _remove(damaged)
+            shutil.rmtree(retire(damaged), ignore_errors=True)
         os.rename(path, damaged)
 
 

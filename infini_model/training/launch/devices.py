@@ -10,7 +10,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,11 +254,6 @@ def first_device(gpus: str) -> str:
     return f"cuda:{visible.index(chosen[0].identifier)}"
 
 
-def gpu_numbers(gpus: Iterable[Gpu]) -> str:
-    """The value of `GPU_NUMBERS` for ranks on these GPUs, one each."""
-    return ",".join(str(gpu.number) for gpu in gpus)
-
-
 def number_visible_gpus(gpus: str) -> None:
     """Set `GPU_NUMBERS` in a rank that was not started by the launcher.
 
@@ -272,7 +267,8 @@ def number_visible_gpus(gpus: str) -> None:
     # The numbers only serve messages; CUDA reports a device that does not exist.
     with contextlib.suppress(DeviceError):
         visible = [] if gpus == "cpu" else list_gpus()
-    os.environ[GPU_NUMBERS] = gpu_numbers(visible) if visible and torch_cuda() else ""
+    is_used = visible and torch_cuda()
+    os.environ[GPU_NUMBERS] = ",".join(str(gpu.number) for gpu in visible) if is_used else ""
 
 
 def physical_gpu(local_rank: int) -> int | None:

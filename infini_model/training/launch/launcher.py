@@ -25,7 +25,7 @@ from infini_model.runtime.machine import available_cores
 from infini_model.runtime.owner import lost
 from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line, rate_limited
 from infini_model.runtime.storage import atomic_file, make_folder
-from infini_model.training.launch.devices import GPU_NUMBERS, Gpu, gpu_numbers
+from infini_model.training.launch.devices import GPU_NUMBERS, Gpu
 from infini_model.training.launch.failures import ERROR_FILE, TrainingFailure, read_failure
 from infini_model.training.launch.heartbeat import HangDetector
 from infini_model.training.launch.recovery import read_recovery, record_failure
@@ -38,8 +38,6 @@ GRACE_SECONDS = 60.0
 CLUSTER_SECONDS = 30.0
 # Between two lines on the progress of copying shards.
 DOWNLOAD_SECONDS = 10.0
-# Anything else that ends a launch is a stop from outside: a signal, or what `stop` returned.
-FAILED = (TrainingFailure, UserError)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ def launch(job: Job) -> None:
         else:
             train_here(job)
     except BaseException as error:
-        is_stop = not isinstance(error, FAILED)
+        # Anything else is a stop from outside: a signal, or what `stop` returned.
+        is_stop = not isinstance(error, TrainingFailure | UserError)
         if isinstance(error, TrainingFailure):
             record_failure(run_dir, error, config)
             is_stop = error.kind == "preempted"
@@ -155,7 +154,10 @@ def train_here(job: Job) -> None:
 
 def _environment(gpus: Sequence[Gpu], count: int) -> dict[str, str]:
     """The environment variables that `count` ranks need besides the inherited ones."""
-    environment = {"PYTHONFAULTHANDLER": "1", GPU_NUMBERS: gpu_numbers(gpus)}
+    environment = {
+        "PYTHONFAULTHANDLER": "1",
+        GPU_NUMBERS: ",".join(str(gpu.number) for gpu in gpus),
+    }
     # The ranks share the cores; more threads or compilers than cores slow all of them down.
     cores = max(1, available_cores() // count)
     shared = {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": min(32, cores)}
@@ -225,11 +227,6 @@ def _run(
         except processes.ProcessTimeoutError as error:
             message = f"not finished after {job.timeout_seconds:g} s"
             raise TrainingFailure("timeout", message) from error
-        except FAILED:
-            raise
-        except Exception as error:
-            handle(f"The training was stopped: {error}")
-            raise
     if code != 0:
         by_kernel = processes.oom_kills() > oom_kills
         cause = read_failure(failure) or TrainingFailure.of_exit(code, by_kernel=by_kernel)

@@ -107,9 +107,6 @@ class ObjectStore:
         self.address = address.rstrip("/")
         self._patience = patience
 
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.address!r})"
-
     def address_of(self, key: str) -> str:
         path = self._path(key)
         return f"{self._root}/{path}" if path else self._root

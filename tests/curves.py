@@ -15,6 +15,7 @@ CLOCK = frozenset(
         "train/tokens_per_second",
         "train/data_wait_seconds",
         "train/mfu",
+        "train/peak_memory_megabytes",
         "checkpoint/stall_seconds",
     }
 )

@@ -34,7 +34,8 @@ class EarlyStopping(Callback):
 
     def on_start(self, step: int) -> None:  # noqa: ARG002
         """Learn from rank 0 what was recorded, so that all ranks decide alike."""
-        read = self._setup.world.broadcast(lambda: read_validation_losses(self._setup.run_dir))
+        run_dir = self._setup.run_dir
+        read = self._setup.world.broadcast(lambda: [*read_validation_losses(run_dir).items()])
         self._losses = dict(read)
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002

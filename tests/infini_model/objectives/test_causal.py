@@ -52,7 +52,10 @@ def make_module(name="causal"):
 
 
 def score(module, batch, **options):
-    return Scorer(module, PRECISIONS["fp32"], torch.device("cpu")).score(batch, **options).sum(0)
+    """Loss sums, targets and bytes by segment, where token n stands for n bytes."""
+    sizes = np.arange(VOCABULARY, dtype=np.int32)
+    scorer = Scorer(module, PRECISIONS["fp32"], torch.device("cpu"), sizes)
+    return scorer.score(batch, **options).sum(0)
 
 
 def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():
@@ -67,8 +70,9 @@ def test_the_loss_its_gradients_and_the_scores_are_those_of_the_logits():
     torch.testing.assert_close(total, expected.sum())
     torch.testing.assert_close(torch.autograd.grad(total, parameters), wanted)
 
-    sums, counts = score(module, batch)
+    sums, counts, sizes = score(module, batch)
     assert counts.tolist() == [8, 6]
+    assert sizes.sum() == inputs.labels[inputs.labels != IGNORED].sum()
     torch.testing.assert_close(sums, expected.detach().view(2, 2, SEGMENT).sum((0, 2)))
 
 
@@ -123,8 +127,12 @@ def test_scores_and_parts_of_a_batch_sum_to_the_loss_of_the_whole(name):
     module, batch = make_module(name), pairs()
     whole = module(module.objective.inputs(batch), "sum")
     parts = [module.objective.inputs(part) for part in batch.chunk(5)]
+    inputs, (*scores, sizes) = module.objective.inputs(batch), score(module, batch).sum(1)
+    # Masked or not, each token that counts has the bytes that it stands for.
+    ids = batch.tokens[:, 0, 1:] if name == "causal" else batch.tokens[:, 0, :-1]
+    assert sizes.sum() == ids[inputs.counted].sum()
     for sums, counts in (
-        score(module, batch).sum(1),
+        scores,
         (sum(module(part, "sum") for part in parts), sum(part.counted.sum() for part in parts)),
     ):
         torch.testing.assert_close(sums.squeeze(), whole.squeeze(), rtol=1e-6, atol=0)

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -141,7 +142,8 @@ def measure(config, folder):
         for strategy in ("ddp", "fsdp"):
             launch = config.launch.model_copy(update={"strategy": strategy})
             asked = config.model_copy(update={"launch": launch})
-            module = TrainModule(build_module(asked, objective, None, world), asked, world)
+            built = build_module(asked, objective, None, world)
+            module = TrainModule(built, asked, world, np.ones(256, np.int32))
             backward(module, [batch], world)
             found[strategy] = [sums_of(module, [batch] * count, world) for count in (1, 3)]
             module.close()

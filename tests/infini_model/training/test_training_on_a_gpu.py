@@ -3,6 +3,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from curves import curve, repeatable, weights
@@ -100,7 +101,8 @@ def test_each_precision_learns_as_float32_on_the_cpu_and_a_run_may_move_there(
 
 def _gradients(module, config, world, batches):
     """The loss and the whole gradients of a backward pass."""
-    train_module = TrainModule(module, config, world)
+    lengths = np.ones(config.model.vocab_size, np.int32)
+    train_module = TrainModule(module, config, world, lengths)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
     loss, _ = compute_gradients(train_module, batches, world, scaler)
     train_module.close()

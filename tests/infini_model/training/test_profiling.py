@@ -1,0 +1,107 @@
+"""A profile of a few steps, and what a training says of its memory and its garbage."""
+
+import gc
+import gzip
+import json
+import logging
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from curves import curve, repeatable, weights
+from stopping import StopAfter
+
+from infini_model.runtime.machine import peak_memory
+from infini_model.training.garbage_collection import STEPS, GarbageCollection
+from infini_model.training.profiling import profile_files, read_profile
+from infini_model.training.train import train
+
+
+def test_the_steps_that_are_named_are_traced_and_the_training_is_the_same(
+    dataset, make_config, tmp_path
+):
+    profiled = make_config(logging={"profile": {"start": 4, "steps": 2}})
+    train(profiled, dataset, tmp_path / "profiled")
+    train(make_config(), dataset, tmp_path / "plain")
+    assert weights(tmp_path / "profiled") == weights(tmp_path / "plain")
+    assert repeatable(tmp_path / "profiled") == repeatable(tmp_path / "plain")
+
+    found = read_profile(tmp_path / "profiled")
+    assert (found.device, found.first, found.last) == ("cpu", 4, 5)
+    times = [each.milliseconds for each in found.operators]
+    assert times == sorted(times, reverse=True)
+    assert 0 < sum(times) <= found.milliseconds
+    # The products of the layers are among the dearest, and each step has as many.
+    products = next(each for each in found.operators if each.name == "aten::mm")
+    assert products.calls % 2 == 0
+    assert [path.name for path in profile_files(tmp_path / "profiled")] == [
+        "operators.json",
+        "rank-0.json.gz",
+    ]
+    events = json.loads(
+        gzip.decompress((tmp_path / "profiled/profile/rank-0.json.gz").read_bytes())
+    )
+    names = [each.get("name", "") for each in events["traceEvents"] if each.get("ph") == "X"]
+    assert sum(name.startswith("ProfilerStep") for name in names) == 2
+    assert names.count("aten::mm") == products.calls
+    assert not profile_files(tmp_path / "plain")
+
+
+def test_a_profile_ends_with_the_training_and_one_that_is_too_late_is_warned_of(
+    dataset, make_config, tmp_path, caplog
+):
+    late = make_config(logging={"profile": {"start": 6, "steps": 50}})
+    step = train(late, dataset, tmp_path, [StopAfter(7)]).step
+    assert (read_profile(tmp_path).first, read_profile(tmp_path).last) == (6, step)
+    with caplog.at_level(logging.WARNING):
+        train(late, dataset, tmp_path)
+    assert f"nothing is profiled, since the training resumes from step {step};" in caplog.text
+    assert f"set logging.profile.start to {step + 2} or more" in caplog.text
+    assert read_profile(tmp_path).last == step
+
+
+def test_a_profile_that_cannot_be_written_costs_a_warning(dataset, make_config, tmp_path, caplog):
+    (tmp_path / "profile").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        train(make_config(logging={"profile": {"start": 2}}), dataset, tmp_path)
+    assert "cannot write the profile" in caplog.text
+    assert list(curve(tmp_path, "train/loss")) == list(range(1, 13))
+
+
+def test_the_peak_of_each_step_is_recorded_and_begins_anew(dataset, make_config, tmp_path):
+    train(make_config(), dataset, tmp_path)
+    peaks = curve(tmp_path, "train/peak_memory_megabytes")
+    assert list(peaks) == list(range(1, 13))
+    assert all(peak > 50 for peak in peaks.values())
+    peak_memory()
+    block = bytearray(b"x") * (256 << 20)
+    del block
+    with_block = peak_memory()
+    assert with_block - peak_memory() > 200 << 20
+
+
+class Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def collection():
+    """A training whose garbage is collected by steps."""
+    callback = GarbageCollection()
+    callback.on_start(0)
+    yield callback
+    callback.on_end("FINISHED")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_after_whole_numbers_of_steps_alone(collection):
+    left = weakref.ref(Cycle())
+    _ = [[] for _ in range(100_000)]  # enough for Python to collect, left to itself
+    collection.after_step(SimpleNamespace(number=STEPS - 1), {})
+    assert left() is not None
+    collection.after_step(SimpleNamespace(number=STEPS), {})
+    assert left() is None

@@ -29,7 +29,7 @@ from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.runtime import storage
 from infini_model.runtime.errors import ConfigError, UserError
 from infini_model.runtime.fact_cache import fact_cache
-from infini_model.runtime.ray import attempt, sources_fingerprint
+from infini_model.runtime.ray import on_node, sources_fingerprint
 
 
 def report_until_stopped(advance):
@@ -288,7 +288,8 @@ def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path):
     wanted = requested_dataset(list_sources(config, tmp_path), config, Datasets(place))
     (spec,) = wanted.specs(wanted.keys[""])
     job = Job(place=str(place), mark=place / "mark", sources=sources_fingerprint(), device="cpu")
-    kind, message = attempt(make_partition, job.model_dump_json(), spec.model_dump_json())
+    task = on_node(make_partition.__module__, make_partition.__name__)
+    kind, message = task(job.model_dump_json(), spec.model_dump_json())
     assert kind == "user"
     assert message.startswith(f"{place}: is not the folder of this name on the machine that")
     assert message.endswith(f"(on {socket.gethostname()})")

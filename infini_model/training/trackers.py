@@ -40,7 +40,7 @@ class Tracker:
         self.name: str = name
         self._run_dir, self._config = run_dir, config
         self._run: Any = None
-        # The rows that are not sent yet, by step, and the first step that is missing there.
+        # The rows that are not sent yet, by step, and the first step to send.
         self._rows: dict[int, dict[str, float]] = {}
         self._next = 0
 
@@ -50,7 +50,8 @@ class Tracker:
             self._run, self._rows = self._open(), {}
             lines = read_metrics(self._run_dir)
         for line in lines:
-            self._rows.setdefault(int(line["step"]), {}).update(metrics_of(line))
+            if (step := int(line["step"])) >= self._next:
+                self._rows.setdefault(step, {}).update(metrics_of(line))
         self._send([*self._rows][:-1])
 
     def finish(self, status: Status) -> None:
@@ -72,9 +73,8 @@ class Tracker:
 
     def _send(self, steps: Sequence[int]) -> None:
         for step in steps:
-            row = self._rows.pop(step)
-            if step >= self._next:
-                self._run.log(row, step=step)
+            self._run.log(self._rows.pop(step), step=step)
+            self._next = step + 1
 
     def _open(self) -> Any:
         """Open the record, and find out which step it lacks first."""

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import yaml
-from trained_run import settings
+from trained_run import make_dataset, settings
 
 from flows.print_comparison import comparison_rows, comparison_sentences, print_comparison
 from infini_model.data.manifest import read_manifest
@@ -30,9 +30,9 @@ SHORT = {
 }
 
 
-def begin(root, dataset, name, *, seed=0, memory="linear"):
+def begin(root, dataset, name, *, seed=0, memory="linear", **others):
     """Train a run of a few steps, and evaluate it; returns its folder."""
-    own = {"run.name": name, "run.seed": seed, "model.memory": memory}
+    own = {"run.name": name, "run.seed": seed, "model.memory": memory, **others}
     config = settings(root, **SHORT | own)
     with claim_run(config, read_manifest(dataset).key, dataset) as run_dir:
         train(config, dataset, run_dir)
@@ -188,6 +188,34 @@ def test_runs_on_other_data_and_of_fewer_tokens_are_not_compared(seeds, tmp_path
     assert of_seed.startswith("alike: linear-0 has its settings and its seed")
     assert of_data.startswith("elsewhere: its dataset is kkkkkkkkkkkkkkkk, that of linear-0 ")
     assert of_tokens.startswith("shorter: its number of training tokens is 128, that of linear-0")
+
+
+def test_runs_of_other_tokenizers_are_compared_by_bits_per_byte(seeds, tmp_path):
+    """If they validate the same text, all of it: windows of other tokens hold other text."""
+    whole = {"evaluation.max_windows": None, "evaluation.tasks": ["loss"], "model.vocab_size": 384}
+    runs = []
+    for spec in ("bytes", "train"):
+        tokenizer = {"data.tokenizer": {"spec": spec, "vocab_size": 384}}
+        dataset = make_dataset(tmp_path, settings(tmp_path, **tokenizer))
+        runs.append(begin(tmp_path, dataset, spec, **whole))
+    of_bytes, of_pairs = runs
+    comparison = compare([of_bytes, of_pairs])
+    bits = [recorded(each)["evaluation/validation_bits_per_byte"] for each in (of_bytes, of_pairs)]
+    (difference,) = comparison.differences
+    assert difference.by_seed == {0: bits[1] - bits[0]}
+    assert "The validation loss in bits per byte of " in next(comparison_sentences(comparison))
+    assert comparison_rows(comparison)[1]["Bits per byte"] == f"{bits[1]:.4f}"
+
+    sampled = compare([seeds[0], of_pairs])
+    assert sampled.notes == [
+        "train: its number of scored windows is all, that of linear-0 4: not compared"
+    ]
+    unscored = copied(of_pairs, tmp_path / "unscored")
+    evaluation = json.loads((unscored / "evaluation.json").read_text())
+    del evaluation["metrics"]["evaluation/validation_bits_per_byte"]
+    (unscored / "evaluation.json").write_text(json.dumps(evaluation))
+    (note,) = compare([of_bytes, unscored]).notes
+    assert note == "unscored: unscored has no bits per byte; evaluate it again: not compared"
 
 
 def test_a_run_that_is_not_evaluated_or_cannot_be_read_does_not_hide_the_others(seeds, tmp_path):

@@ -58,17 +58,21 @@ def test_scores_are_the_models_own(made, result):
     assert result.step == 40
     for split in ("validation", "test"):
         windows = open_windows(made.dataset, split, made.config().packing, 8)
-        total, tokens = 0.0, 0
+        total, tokens, text = 0.0, 0, 0
         for number in range(len(windows)):
             (row,) = windows.gather(np.array([number])).tokens[0]
             with torch.no_grad():
                 logits = model(row[None, :-1]).logits
             losses = functional.cross_entropy(logits[0], row[1:], reduction="none")
             total, tokens = total + float(losses.sum()), tokens + len(losses)
+            text += int((row[1:] != 255).sum())
         score = made.context().score(split)
         assert (score.windows, score.tokens) == (len(windows), tokens)
         assert score.loss == pytest.approx(total / tokens, rel=1e-5)
         assert score.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-5)
+        # Of the bytes that are tokens all but those at the end of a document stand for text.
+        assert result.metrics[f"evaluation/{split}_bits_per_byte"] == score.bits_per_byte
+        assert score.bits_per_byte == pytest.approx(total / math.log(2) / text, rel=1e-5)
         assert result.metrics[f"evaluation/{split}_loss"] == score.loss
 
 

@@ -1,6 +1,7 @@
 """The facts that the files beside a tokenizer.json state: which tokens end a text, and the chat."""
 
 import json
+import unicodedata
 
 import pytest
 from real import real_tokenizer, smollm2
@@ -12,6 +13,7 @@ from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, load_saved, load_tokenizer
+from infini_model.data.tokenizers.tokenizer import PROBE
 from infini_model.runtime.errors import DataError
 
 # What ends a document, then what else ends an answer.
@@ -37,6 +39,19 @@ def folder_of(name):
 @pytest.mark.parametrize("name", REAL)
 def test_what_ends_a_text_is_what_a_real_folder_states(name):
     assert load_tokenizer(str(folder_of(name))).described_ends() == REAL[name]
+
+
+@pytest.mark.parametrize("name", [*REAL, "bytes"])
+def test_the_tokens_of_a_text_stand_for_its_bytes_and_special_ones_for_none(name):
+    tokenizer = load_tokenizer(name if name == "bytes" else str(folder_of(name)))
+    lengths = tokenizer.byte_lengths()
+    for text in PROBE[3:]:
+        if text == unicodedata.normalize("NFC", text):  # as qwen3 reads it
+            # SentencePiece puts a space in front of a text for Llama 2.
+            expected = len(text.encode()) + (name == "llama2")
+            assert lengths[tokenizer.encode_batch([text]).ids].sum() == expected
+    ends = [*tokenizer.end_token_ids, *filter(None, [tokenizer.bos_token_id])]
+    assert not lengths[ends].any()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3", "llama3", "deepseek_v3", "smollm2"])

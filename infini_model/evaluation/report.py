@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
 from infini_model.evaluation.context import EvalContext
-from infini_model.evaluation.pages import bullets, estimate, images, table, write_pages
+from infini_model.evaluation.pages import bullets, estimate, fenced, images, table, write_pages
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.evaluation.tasks import load_task
@@ -30,12 +30,10 @@ from infini_model.runtime.runs import (
     record_evaluation,
 )
 from infini_model.runtime.storage import lock, remove_leftovers
-from infini_model.training.profiling import FOLDER, read_profile
+from infini_model.training.profiling import OPERATORS
 
 # Acceptable share of a step spent waiting for data.
 MAX_WAIT_SHARE = 0.01
-# Characters of the name of an operator; those of kernels are longer than a line.
-NAME_LENGTH = 60
 
 
 class EvaluationResult(BaseModel):
@@ -169,7 +167,10 @@ def _text(
     sections += ["## Model and training", _model_section(context, lines)]
     for title, result in titled:
         sections += [f"## {title}", result.section, *images(result.pictures, run_dir)]
-    sections += ["## Speed", _speed_section(lines), *_profile_section(run_dir)]
+    sections += ["## Speed", _speed_section(lines)]
+    if (operators := run_dir / OPERATORS).exists():
+        dearest = operators.read_text(encoding="utf-8")
+        sections += ["The operators that took most of the steps profiled:", fenced(dearest)]
     if curves:
         sections += ["## Curves", *images(curves, run_dir)]
     config, name = shlex.quote(str(run_dir / "config.yaml")), shlex.quote(run_dir.name)
@@ -283,24 +284,3 @@ def _speed_section(lines: Sequence[Line]) -> str:
         f"{summary} That is over {MAX_WAIT_SHARE:.0%}: put the dataset folder on a local disk, "
         "and leave memory free for the page cache and CPU cores free for the loader."
     )
-
-
-def _profile_section(run_dir: Path) -> list[str]:
-    """Make a table of the dearest operators, if steps were profiled."""
-    if (profile := read_profile(run_dir)) is None:
-        return []
-    steps = profile.last - profile.first + 1
-    rows = [
-        (
-            f"`{each.name[:NAME_LENGTH]}`",
-            f"{each.calls / steps:,.4g}",
-            f"{each.milliseconds / steps:,.2f}",
-            f"{each.milliseconds / profile.milliseconds:.1%}",
-        )
-        for each in profile.operators
-    ]
-    return [
-        f"The dearest operators of steps {profile.first} to {profile.last} on rank 0, by their own "
-        f"time on the {profile.device}; the traces are in `{FOLDER}`:",
-        table(("Operator", "Calls a step", "ms a step", "Share"), rows),
-    ]

@@ -1,8 +1,8 @@
 """A profile of a few steps: where their time and their memory go, as PyTorch records it.
 
 `<run>/profile/` gets a trace of each rank, for https://ui.perfetto.dev or chrome://tracing, on a
-GPU the history of its memory, for https://pytorch.org/memory_viz, and the dearest operators of
-rank 0.
+GPU the history of its memory, for https://pytorch.org/memory_viz, and a table of the dearest
+operators of rank 0.
 """
 
 from __future__ import annotations
@@ -16,45 +16,18 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from infini_model.config.training import ProfileConfig
 from infini_model.runtime.errors import UserError
-from infini_model.runtime.records import Record, read_record, write_record
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.callbacks import Callback, Status
 from infini_model.training.setup import TrainingSetup
 
 FOLDER = "profile"
-OPERATORS = f"{FOLDER}/operators.json"
-OPERATORS_KEPT = 10
+OPERATORS = f"{FOLDER}/operators.txt"
+# The ten dearest operators, and the step itself.
+OPERATORS_SHOWN = 11
 # Allocations that the history of the memory holds, the newest ones.
 ALLOCATIONS = 1_000_000
 
 log = logging.getLogger(__name__)
-
-
-class Operator(Record):
-    """The calls of an operator, and its own milliseconds, without those of what it calls."""
-
-    name: str
-    calls: int
-    milliseconds: float
-
-
-class Profile(Record):
-    """The operators of rank 0 with most time of their own, on `device`, in steps `first` to `last`.
-
-    `milliseconds` is the time of all operators.
-    """
-
-    device: str
-    first: int
-    last: int
-    milliseconds: float
-    operators: list[Operator]
-
-
-def read_profile(run_dir: Path) -> Profile | None:
-    """Read the operators of a run's profile; None without one. Raises `DataError` if damaged."""
-    path = run_dir / OPERATORS
-    return read_record(path, Profile) if path.exists() else None
 
 
 def profile_files(run_dir: Path) -> list[Path]:
@@ -137,26 +110,12 @@ class Profiler(Callback):
                 with atomic_file(folder / f"rank-{world.rank}-memory.pickle") as temporary:
                     torch.cuda.memory._dump_snapshot(str(temporary))  # type: ignore[no-untyped-call]
             if world.is_main:
-                write_record(self._setup.run_dir / OPERATORS, self._record(found))
+                dearest = found.key_averages().table(
+                    sort_by=f"self_{world.device.type}_time_total", row_limit=OPERATORS_SHOWN
+                )
+                with atomic_file(self._setup.run_dir / OPERATORS) as temporary:
+                    title = f"Steps {self._first} to {self._done}, rank 0"
+                    temporary.write_text(f"{title}\n{dearest}\n", encoding="utf-8")
                 log.info("Profile of steps %d to %d: %s", self._first, self._done, folder)
         except (OSError, RuntimeError, UserError) as error:
             log.warning("cannot write the profile: %s", error)
-
-    def _record(self, found: profile) -> Profile:
-        own = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
-        times = {
-            each.key: (getattr(each, own) / 1000.0, each.count)
-            for each in found.key_averages()
-            if not each.key.startswith("ProfilerStep")
-        }
-        dearest = sorted(times.items(), key=lambda each: -each[1][0])[:OPERATORS_KEPT]
-        return Profile(
-            device=self._setup.world.device.type,
-            first=self._first,
-            last=self._done,
-            milliseconds=sum(milliseconds for milliseconds, _ in times.values()),
-            operators=[
-                Operator(name=name, calls=calls, milliseconds=milliseconds)
-                for name, (milliseconds, calls) in dearest
-            ],
-        )

@@ -86,13 +86,13 @@ def _print_sizes(console: Console, manifest: Manifest, windows: Callable[[str], 
     table = Table("Split", *(Column(title, justify="right") for title in titles))
     splits: dict[str, Windows] = {split: windows(split) for split in SPLITS}
     for split, each in splits.items():
-        rows = [(split, each.stream, len(each))]
-        for name, part in each.stream.sections().items():
-            rows += [(f"  {name}", part, len(each.sources[name]))] if name else []
-        for title, part, count in rows:
-            mean = part.tokens / max(1, part.documents)
-            numbers = (f"{part.documents:,}", f"{part.tokens:,}", f"{mean:,.1f}", f"{count:,}")
-            table.add_row(title, *numbers)
+        rows = [(split, each.stream.tokens, each.stream.documents, len(each))]
+        for name, shards in each.stream.sources.items():
+            sizes = each.stream.sizes(shards)
+            rows += [(f"  {name}", *sizes, len(each.sources[name]))] if name else []
+        for title, tokens, documents, count in rows:
+            mean = tokens / max(1, documents)
+            table.add_row(title, f"{documents:,}", f"{tokens:,}", f"{mean:,.1f}", f"{count:,}")
     console.print(table)
     again, is_estimate = count_duplicates([each.stream for each in splits.values()])
     found = f"{'about ' * is_estimate}{again:,} ({again / manifest.corpus.documents:.1%})"

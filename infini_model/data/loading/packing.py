@@ -43,18 +43,19 @@ class Rows(NamedTuple):
 
 
 class StreamPacking:
-    """Windows over the whole stream: C + 1 tokens with stride C, across documents."""
+    """Windows over a range of the stream: C + 1 tokens with stride C, across documents."""
 
     rows_per_window = 1
 
-    def __init__(self, tokens: int, context_length: int) -> None:
+    def __init__(self, tokens: range, context_length: int) -> None:
         self.row_length = context_length
-        self.windows = max(0, tokens - 1) // context_length
+        self.windows = max(0, len(tokens) - 1) // context_length
+        self._first = tokens.start
 
     def locate(self, windows: np.ndarray) -> Rows:
         """Row w starts at token w × C and is full."""
-        starts = windows.astype(np.int64) * self.row_length
-        return Rows(starts, np.full_like(starts, self.row_length), starts == 0)
+        places = windows.astype(np.int64) * self.row_length
+        return Rows(self._first + places, np.full_like(places, self.row_length), places == 0)
 
 
 def documents_of_block(tokens: int, documents: int, row_length: int) -> int:
@@ -66,7 +67,7 @@ def documents_of_block(tokens: int, documents: int, row_length: int) -> int:
 
 
 class DocumentPacking:
-    """Windows whose rows begin with a document or continue the one before.
+    """Windows of some shards whose rows begin with a document or continue the one before.
 
     A document of L tokens has L - 1 positions. A last row that it does not fill is shared with the
     documents after it that fit, padded, or dropped, as `remainder` says. Documents that share rows
@@ -80,6 +81,7 @@ class DocumentPacking:
     def __init__(
         self,
         documents: TokenStream,
+        shards: slice,
         row_length: int,
         remainder: Remainder,
         *,
@@ -88,11 +90,13 @@ class DocumentPacking:
         self.row_length = row_length
         self.rows_per_window = rows_per_window
         self._documents = documents
+        self._shards = shards
         self._remainder = remainder
         self.block = FEWEST_IN_BLOCK
         if remainder == "share":
-            self.block = documents_of_block(documents.tokens, documents.documents, row_length)
-        blocks = -(-np.diff(documents.document_starts) // self.block)
+            self.block = documents_of_block(*documents.sizes(shards), row_length)
+        starts = documents.document_starts[shards.start : shards.stop + 1]
+        blocks = -(-np.diff(starts) // self.block)
         self._block_starts = np.concatenate([[0], np.cumsum(blocks)])
         self._row_starts = self._count_rows()
         self.windows = int(self._row_starts[-1]) // rows_per_window
@@ -106,6 +110,7 @@ class DocumentPacking:
         blocks = blocks[np.append(True, blocks[1:] != blocks[:-1])[: len(blocks)]]
         shards = np.searchsorted(self._block_starts, blocks, side="right") - 1
         first = (blocks - self._block_starts[shards]) * self.block
+        shards += self._shards.start
         places = first[:, None] + np.arange(self.block + 1)
         offsets = self._documents.offsets_at(shards, places)
         lengths = offsets[:, 1:] - offsets[:, :-1]
@@ -155,7 +160,7 @@ class DocumentPacking:
         """The number of rows before each block, and in all: int64 [blocks + 1]."""
         starts = np.zeros(int(self._block_starts[-1]) + 1, np.int64)
         done = 1
-        for parts in _together(self._documents.lengths()):
+        for parts in _together(self._documents.lengths(self._shards)):
             lengths = _blocks_of(parts, self.block)
             rows = self._rows_of(lengths, self._begins(lengths)).sum(axis=1)
             starts[done : done + len(rows)] = rows
@@ -197,14 +202,12 @@ class Packing:
     `window_starts` are the windows before those of each source, and all: [sources + 1].
     """
 
-    def __init__(
-        self, parts: Sequence[StreamPacking | DocumentPacking], tokens: Sequence[int]
-    ) -> None:
-        """`parts` are those of the sources, `tokens` the numbers of their tokens."""
+    def __init__(self, parts: Sequence[StreamPacking | DocumentPacking]) -> None:
+        """`parts` are those of the sources."""
         self.row_length, self.rows_per_window = parts[0].row_length, parts[0].rows_per_window
         self.window_starts = [0, *itertools.accumulate(part.windows for part in parts)]
         self.windows = self.window_starts[-1]
-        self._parts, self._token_starts = parts, [0, *itertools.accumulate(tokens)]
+        self._parts = parts
 
     def locate(self, windows: np.ndarray) -> Rows:
         """The rows of these windows, in order: R = len(windows) × rows_per_window."""
@@ -216,7 +219,6 @@ class Packing:
         for source in np.unique(sources).tolist():
             here = np.flatnonzero(sources == source)
             own = self._parts[source].locate(windows[here] - self.window_starts[source])
-            own = own._replace(starts=own.starts + self._token_starts[source])
             for array, part in zip(rows, own, strict=True):
                 array[here] = part.reshape(len(here), -1)
         return Rows._make(array.reshape(-1) for array in rows)
@@ -228,12 +230,15 @@ def pack(documents: TokenStream, config: PackingConfig, segment_length: int) -> 
     In `aligned` mode the segments of all documents are concatenated, and a partial last window is
     dropped.
     """
-    sections, length = list(documents.sections().values()), config.context_length
+    length, starts = config.context_length, documents.token_starts
     row = segment_length if config.mode == "aligned" else length
-    parts = [
-        StreamPacking(each.tokens, length)
-        if config.mode == "packed"
-        else DocumentPacking(each, row, config.remainder, rows_per_window=length // row)
-        for each in sections
-    ]
-    return Packing(parts, [each.tokens for each in sections])
+    return Packing(
+        [
+            StreamPacking(range(starts[shards.start], starts[shards.stop]), length)
+            if config.mode == "packed"
+            else DocumentPacking(
+                documents, shards, row, config.remainder, rows_per_window=length // row
+            )
+            for shards in documents.sources.values()
+        ]
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import copy
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,10 +35,6 @@ MAX_MAPPED = 1 << 14
 DOCUMENTS_AT_ONCE = 1 << 16
 # How many hashes are, 128 MiB, to count equal ones.
 MOST_HASHES = 1 << 24
-
-
-# A stream of one source without a name.
-NAMELESS: Mapping[str, slice] = {"": slice(None)}
 
 
 class ShardArrays(NamedTuple):
@@ -144,16 +139,17 @@ class TokenStream:
         dtype: np.dtype,
         eos_token_id: int,
         *,
-        sources: Mapping[str, slice] = NAMELESS,
+        sources: Mapping[str, slice] | None = None,
         conversations: Collection[str] = (),
         max_mapped: int = MAX_MAPPED,
     ) -> None:
         self.dtype = dtype
         self.eos_token_id = eos_token_id
+        self.sources = sources or {"": slice(0, len(shards))}
         self.conversations = bool(conversations)
         of_turns = np.zeros(len(shards), bool)
         for name in conversations:
-            of_turns[sources[name]] = True
+            of_turns[self.sources[name]] = True
         listed = _Listed(
             str(folder),
             list(files),
@@ -171,28 +167,12 @@ class TokenStream:
         # Not a method, as a cycle through the cache would keep all files mapped until the garbage
         # collector finds it.
         self.shard: Callable[[int], ShardArrays] = lru_cache(max_mapped)(partial(map_shard, listed))
-        self.sources = sources
 
-    def sections(self) -> dict[str, TokenStream]:
-        """The stream of each source, by its name; this one if the source has none."""
-        return {name: self._section(shards) for name, shards in self.sources.items()}
-
-    def _section(self, shards: slice) -> TokenStream:
-        """Consecutive shards as a stream; they are mapped once for both."""
-        first, last, _ = shards.indices(len(self._listed.files))
-        if last - first == len(self._listed.files):
-            return self
-        section, listed, shard = copy(self), self._listed, self.shard
-        arrays = {
-            name: getattr(listed, name)[shards]
-            for name in ("files", "documents", "tokens", "start", "conversations")
-        }
-        section._listed = listed._replace(**arrays)
-        section.token_starts = _starts(section._listed.tokens)
-        section.document_starts = _starts(section._listed.documents)
-        section.shard = lambda number: shard(first + number)
-        section.sources = NAMELESS
-        return section
+    def sizes(self, shards: slice) -> tuple[int, int]:
+        """Count the tokens and the documents of consecutive shards."""
+        starts = (self.token_starts, self.document_starts)
+        tokens, documents = (int(each[shards.stop] - each[shards.start]) for each in starts)
+        return tokens, documents
 
     @property
     def tokens(self) -> int:
@@ -222,13 +202,14 @@ class TokenStream:
         first, last = shard.offsets[index - self.document_starts[number] :][:2]
         return shard, int(first), int(last)
 
-    def lengths(self) -> Iterator[np.ndarray]:
-        """The number of tokens of every document, in order, without mapping any shard.
+    def lengths(self, shards: slice = slice(None)) -> Iterator[np.ndarray]:
+        """The number of tokens of every document of some shards, in order, without mapping any.
 
         Yields int32 arrays of `DOCUMENTS_AT_ONCE` documents; the last one of each shard is shorter.
         """
         listed = self._listed
-        for shard in np.flatnonzero(listed.documents).tolist():
+        numbers = np.arange(len(listed.files))[shards]
+        for shard in numbers[listed.documents[shards] > 0].tolist():
             documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
             yield from _read_lengths(
                 listed.path(shard), documents, tokens, int(listed.start[shard])

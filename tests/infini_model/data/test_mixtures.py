@@ -47,8 +47,10 @@ def decoded(folder, name):
     """The texts of a source, without what begins and ends them."""
     tokenizer, found = load_dataset_tokenizer(folder), []
     for split in SPLITS:
-        part = open_split(folder, split).sections()[name]
-        found += [tokenizer.decode(part.document(n).tolist()) for n in range(part.documents)]
+        stream = open_split(folder, split)
+        shards = stream.sources[name]
+        numbers = range(*stream.document_starts[[shards.start, shards.stop]])
+        found += [tokenizer.decode(stream.document(n).tolist()) for n in numbers]
     return sorted(found)
 
 
@@ -105,7 +107,7 @@ def test_of_conversations_what_is_learned_is_marked_and_of_texts_all(sources, tm
         marks = rows["learnt"]
         assert len(rows) == stream.documents
         # The shards of texts have no such column.
-        assert sum(each is None for each in marks) == stream.sections()["texts"].documents
+        assert sum(each is None for each in marks) == stream.sizes(stream.sources["texts"])[1]
         for number, mark in enumerate(marks):
             expected = stream.learnt_of(number).tolist()
             assert mark == expected if mark is not None else all(expected)

@@ -108,7 +108,9 @@ def test_rows_are_as_plainly_defined(
     expected = plain_rows(shape, row_length, remainder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "DOCUMENTS_AT_ONCE", at_once)
-        packing = DocumentPacking(stream, row_length, remainder, rows_per_window=together)
+        packing = DocumentPacking(
+            stream, slice(0, len(shape)), row_length, remainder, rows_per_window=together
+        )
     assert packing.windows == len(expected) // together
     if packing.windows:
         number = st.integers(0, packing.windows - 1)

@@ -13,7 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infini_model.config import DataConfig
 from infini_model.config.locations import is_url
@@ -36,6 +36,9 @@ from infini_model.runtime.ray import (
 )
 from infini_model.runtime.records import Record
 
+if TYPE_CHECKING:
+    from infini_model.data.screen import ScreenSpec
+
 log = logging.getLogger(__name__)
 
 # Enough to keep all nodes busy between two looks, and to let a cluster that grows see the demand.
@@ -45,18 +48,7 @@ POLL_SECONDS, CANCEL_SECONDS = 0.1, 10.0
 MOST_LOSSES = 5
 # The settings that reserve something for a task, by Ray's name of it.
 KEYS = {"CPU": "data.ray_cpus", "GPU": "data.ray_gpus", "memory": "data.ray_memory_gigabytes"}
-
-
-class TaskSpec(Protocol):
-    """A task: the key that it is known by, the bytes of its text, and all else as JSON."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    def model_dump_json(self) -> str: ...
+TaskSpec: TypeAlias = "PartitionSpec | ScreenSpec"
 
 
 class RayEngine:

@@ -66,7 +66,7 @@ class FileRange(Record):
     `format` is one of `formats.FORMATS`, with the codec of a compressed file behind a dot. The unit
     is what the format is cut by: row groups, or bytes, where a document belongs to the range in
     which it begins. Of row groups, no more than `rows` are read. The file is not needed `whole` if
-    other ranges of it are not read.
+    the rest of it is not read.
     """
 
     file: SourceFile

@@ -181,15 +181,11 @@ def check_rows(part: FileRange, reading: Reading) -> None:
 
 
 def read_documents(
-    ranges: Iterable[FileRange],
-    reading: Reading,
-    batch_bytes: int = BATCH_BYTES,
-    whole: bool = True,
+    ranges: Iterable[FileRange], reading: Reading, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[DocumentBatch]:
     """The documents of ranges of files, in order, in batches of about `batch_bytes`.
 
     Small files share a batch. A batch may be empty, so that `skipped` adds up.
-    Whoever stops before the end says that the files are not needed `whole`, as in `open_source`.
 
     Raises `DataError` in one line that names the file and, in a file of several documents, the
     row, the line or the byte.
@@ -198,7 +194,7 @@ def read_documents(
     size = rows = 0
     for part in ranges:
         with file_errors(part.file.address):
-            for texts in read_range(part, reading, batch_bytes, whole):
+            for texts in read_range(part, reading, batch_bytes):
                 pending.append(texts)
                 size += texts.nbytes
                 rows += len(texts)
@@ -227,7 +223,7 @@ def _batches(pending: list[pa.Array], min_characters: int) -> Iterator[DocumentB
 
 
 def read_range(
-    part: FileRange, reading: Reading, batch_bytes: int = BATCH_BYTES, whole: bool = True
+    part: FileRange, reading: Reading, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[pa.Array]:
     """The rows of a range, in arrays of about `batch_bytes` and at most `BATCH_DOCUMENTS` rows.
 
@@ -245,7 +241,7 @@ def read_range(
         content = as_utf8(read_source(part.file))
         yield documents_in(Block(0, content), None, reading.errors, address)
         return
-    with open_source(part.file, whole and part.whole) as file:
+    with open_source(part.file, part.whole) as file:
         is_plain = FORMATS[part.kind].compressed and not part.codec
         if is_plain and (head := file.read(2)).startswith(WIDE):
             # Whole, by whoever reads the first range.

@@ -216,7 +216,8 @@ def _sample(places: Sequence[Place]) -> Iterator[pa.StringArray]:
     share = SAMPLE_BYTES // len(chosen)
     for reading, ranges in chosen:
         left = share
-        for batch in read_documents(ranges, reading, whole=False):
+        beginnings = (each.model_copy(update={"whole": False}) for each in ranges)
+        for batch in read_documents(beginnings, reading):
             yield pc.utf8_slice_codeunits(batch.texts, 0, share)
             left -= batch.texts.nbytes
             if left <= 0:

@@ -105,7 +105,7 @@ class StoredDatasets(Datasets):
                 records[key] = record
             else:
                 log.warning("%s; rebuilding its partition", fault)
-                invalidate(self._shards, key)
+                self._shards.delete([f"{key}/{RECORD}"])
         return records
 
     def read_records(self, keys: Sequence[str]) -> dict[str, PartitionRecord]:
@@ -120,7 +120,7 @@ class StoredDatasets(Datasets):
                 return None  # Invalidated since the listing.
             except DataError as error:
                 log.warning("%s; rebuilding its partition", error)
-                invalidate(self._shards, key)
+                self._shards.delete([name])
                 return None
 
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
@@ -288,11 +288,6 @@ def datasets_at(place: Path | str, address: str | None = None) -> Datasets:
     return Datasets(Path(place)) if address is None else StoredDatasets(address, Path(place))
 
 
-def invalidate(partitions: ObjectStore, key: str) -> None:
-    """Delete the record of a damaged partition, so that the next build makes it again."""
-    partitions.delete([f"{key}/{RECORD}"])
-
-
 def read_or_invalidate(partitions: ObjectStore, name: str, read: Callable[[], None]) -> None:
     """Read an object of a partition, again if it is not what its record says, by calling `read`.
 
@@ -306,7 +301,7 @@ def read_or_invalidate(partitions: ObjectStore, name: str, read: Callable[[], No
     except (ObjectDamagedError, ObjectMissingError):
         # Whoever may only read has found the damage all the same.
         with contextlib.suppress(StoreError, UnreachableError):
-            invalidate(partitions, name.partition("/")[0])
+            partitions.delete([f"{name.partition('/')[0]}/{RECORD}"])
         raise
 
 

@@ -26,7 +26,6 @@ from infini_model.data.sources.formats import (
     check_rows,
     content_of,
     cut_of,
-    is_alone,
     text_of_file,
 )
 from infini_model.data.sources.rows import Reading, text_bytes, text_columns
@@ -117,7 +116,7 @@ def plan_partitions(
     small: list[tuple[FileRange, int]] = []
     for part in ranges:
         pieces = list(_pieces(part, reading, target_bytes, groups))
-        if len(pieces) > 1 or is_alone(part, target_bytes):
+        if len(pieces) > 1 or text_of_file(part) > target_bytes:
             partitions += [Partition((piece,), size) for piece, size in pieces]
         else:
             small += pieces

@@ -156,11 +156,6 @@ def text_of_file(part: FileRange) -> int:
     return part.file.bytes * (EXPANSION if part.codec else 1)
 
 
-def is_alone(part: FileRange, target_bytes: int) -> bool:
-    """Tell by its size alone if a file shares no partition with others."""
-    return text_of_file(part) > target_bytes
-
-
 def content_of(part: FileRange) -> str:
     """The identity of the documents of a range, besides the settings: neither name nor place."""
     # Marks and line ends of texts were once read otherwise.

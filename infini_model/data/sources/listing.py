@@ -25,12 +25,7 @@ from infini_model.data.sources.files import (
     fingerprint,
     local_files,
 )
-from infini_model.data.sources.formats import (
-    check_format,
-    is_alone,
-    text_of_file,
-    whole_file,
-)
+from infini_model.data.sources.formats import check_format, text_of_file, whole_file
 from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
@@ -104,7 +99,7 @@ def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:
     """
     _, count = config.share_of
     target = config.partition_megabytes * MEBIBYTE
-    alone = [part for part in listing.ranges if is_alone(part, target)]
+    alone = [part for part in listing.ranges if text_of_file(part) > target]
     most = MOST_OF_A_SHARE * sum(map(text_of_file, alone)) / count
     loads, share_of = [0] * count, dict[str, int]()
     for part in sorted(alone, key=text_of_file, reverse=True):

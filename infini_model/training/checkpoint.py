@@ -27,7 +27,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
 from torch import Tensor, nn
 
 from infini_model.config import ModelConfig
@@ -59,12 +58,7 @@ class TrainerState:
     """The state of a training besides its tensors, in `state.json`.
 
     Attributes:
-        step: Optimizer steps taken.
         windows_read: Windows of the training split read, over all ranks.
-        seed: Seed of the initial weights, the order of windows and what the objective draws.
-        world_size: Number of ranks.
-        dataset_key: Content key of the dataset.
-        config: The whole configuration.
         precision: Precision of matrix products.
         global_batch: Windows per step; None of a branch that begins.
         tokenizer: Fingerprint of the dataset's tokenizer.
@@ -215,8 +209,7 @@ def save_checkpoint(
             state.write(folder)
             return str(folder), _lay_out(folder, snapshot, tokens, adapter)
 
-        begun = together(writers, target, begin)[0]
-        name, places = writers.broadcast(lambda: begun)
+        name, places = together(writers, target, begin)[0]
         rows = snapshot.parameters | snapshot.moments
         sums = write_together(writers, target, Path(name), places, rows)
         if writers.is_main:
@@ -312,9 +305,10 @@ class Checkpointer:
         """
         self._run_dir, self._model, self._optimizer = run_dir, model, optimizer
         self._world, self._record, self._keep = world, record, keep
-        self._saved_step, self._tokens, self._adapter = saved_step, tokens, adapter
+        self._saved_step = saved_step
         self._copy, self.writer = HostCopy(world), BackgroundWriter()
-        self._writers = world.beside() if is_sharded else ALONE
+        writers = world.beside() if is_sharded else ALONE
+        self._save = partial(save_checkpoint, tokens=tokens, adapter=adapter, writers=writers)
         self._writes = is_sharded or world.is_main
 
     def preallocate(self) -> None:
@@ -342,11 +336,6 @@ class Checkpointer:
         path = self._save(self._run_dir, snapshot, state, self._keep)
         if self._record is not None:
             log.info("Checkpoint saved: %s", path)
-
-    def _save(self, folder: Path, snapshot: Snapshot, state: TrainerState, keep: int) -> Path:
-        return save_checkpoint(
-            folder, snapshot, state, keep, self._tokens, self._adapter, self._writers
-        )
 
     def save_to(self, folder: Path, state: TrainerState) -> None:
         """Write a checkpoint to `folder`, outside the run's own; all ranks wait for it.
@@ -421,16 +410,15 @@ def load_generators(checkpoint: Path, world: World) -> None:
 
     Raises `CheckpointError` if the file is broken.
     """
-    path = checkpoint / GENERATORS
-    try:
-        generators = load(world.broadcast_bytes(path.read_bytes))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    for name, states in generators.items():
+
+    def read() -> dict[str, list[list[int]]]:
+        with _opened(checkpoint / GENERATORS) as file:
+            return {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+
+    for name, states in world.broadcast(read).items():
         if world.rank >= len(states):
             continue
-        # A copy: torch crashes on a view with a storage offset.
-        state = states[world.rank].clone()
+        state = torch.tensor(states[world.rank], dtype=torch.uint8)
         if name == "cpu":
             torch.set_rng_state(state)
         elif world.device.type == "cuda":

@@ -23,7 +23,7 @@ from torch import Tensor
 from infini_model.config import Config, LaunchConfig, differences
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.runtime.processes import STOPS
-from infini_model.training.launch.devices import GPU_NUMBERS, find_driver, physical_gpu
+from infini_model.training.launch.devices import GPU_NUMBERS, physical_gpu
 from infini_model.training.launch.heartbeat import PAUSE_LIMIT_SECONDS
 
 T = TypeVar("T")
@@ -93,16 +93,11 @@ class World:
 
         As JSON, not as torch's own broadcast of objects, which unpickles.
         """
-        value: T = json.loads(self.broadcast_bytes(lambda: json.dumps(read()).encode()))
-        return value
-
-    def broadcast_bytes(self, read: Callable[[], bytes]) -> bytes:
-        """As `broadcast`, of at least one byte."""
-        if self.size == 1:
-            return read()
-        content = _as_tensor(read() if self.is_main else b"")
+        content = _as_tensor(json.dumps(read()).encode() if self.is_main else b"")
         size = self.broadcast_tensor(lambda: torch.tensor([len(content)]), torch.empty(1).long())
-        return _as_bytes(self.broadcast_tensor(lambda: content, content.new_empty(int(size))))
+        everywhere = self.broadcast_tensor(lambda: content, content.new_empty(int(size)))
+        value: T = json.loads(_as_bytes(everywhere))
+        return value
 
     def broadcast_tensor(self, read: Callable[[], Tensor], like: Tensor, source: int = 0) -> Tensor:
         """As `broadcast`, of a tensor of `like`'s shape and dtype, on this rank's device."""
@@ -173,24 +168,15 @@ def choose_device(gpus: str, local_rank: int) -> torch.device:
     if gpus == "cpu" or (gpus == "auto" and not is_given and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError(f"launch.gpus={gpus}: {_why_no_gpu()}")
+        raise DeviceError(
+            f"launch.gpus={gpus}: no CUDA device is visible to this process; infini doctor shows "
+            "whether the driver is too old for torch"
+        )
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(
             f"process {local_rank} of this machine has no GPU: {torch.cuda.device_count()} visible"
         )
     return torch.device("cuda", local_rank)
-
-
-def _why_no_gpu() -> str:
-    """Why torch sees no GPU: an old driver is the most common reason."""
-    driver, built = find_driver(), torch.version.cuda
-    if driver is None or built is None:
-        return "no CUDA device is visible to this process"
-    supported = ".".join(map(str, driver.cuda))
-    return (
-        f"torch is built for CUDA {built} and sees no GPU with the driver {driver.version}, which "
-        f"supports CUDA up to {supported}; update it, or install a torch for CUDA {supported}"
-    )
 
 
 @contextlib.contextmanager

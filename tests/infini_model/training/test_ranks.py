@@ -16,14 +16,13 @@ from infini_model.data.loading.windows import Batch
 from infini_model.data.manifest import read_manifest
 from infini_model.objectives import make_objective
 from infini_model.runtime.errors import ConfigError, DeviceError
-from infini_model.training import distributed
 from infini_model.training.distributed import (
     check_agreement,
     choose_device,
     collective_timeout,
     join_world,
 )
-from infini_model.training.launch.devices import GPU_NUMBERS, Driver
+from infini_model.training.launch.devices import GPU_NUMBERS
 from infini_model.training.launch.heartbeat import Heartbeat
 from infini_model.training.parallel import TrainModule, build_module
 from infini_model.training.train import compute_gradients, train
@@ -46,13 +45,10 @@ def disagree(folder, *settings):
 
 def test_a_rank_that_was_given_a_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(distributed, "find_driver", lambda: Driver("550.54", (12, 4)))
     monkeypatch.setenv(GPU_NUMBERS, "")
     assert choose_device("auto", 0) == torch.device("cpu")
     monkeypatch.setenv(GPU_NUMBERS, "0")
-    told = r"is built for CUDA 13\.0 .* driver 550\.54, which supports CUDA up to 12\.4; update it"
-    with pytest.raises(DeviceError, match=told):
+    with pytest.raises(DeviceError, match=r"gpus=auto: no CUDA device .* infini doctor"):
         choose_device("auto", 0)
 
 

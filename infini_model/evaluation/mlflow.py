@@ -8,7 +8,6 @@ library's code. Of a LoRA run it includes the adapter, which names the weights t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import tempfile
@@ -129,18 +128,13 @@ def log_model(
         tags={CHECKPOINT: checkpoint, "dataset.key": result.dataset_key},
     )
     weights = result.checkpoint / MODEL
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            saved = Path(temporary) / "saved"
-            _save(saved, weights, dataset_dir, config, model)
-            client.log_model_artifacts(model.model_id, str(saved))
-        # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
-        for file in weights.glob("*.safetensors"):
-            client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
-    except Exception:
-        with contextlib.suppress(Exception):
-            client.finalize_logged_model(model.model_id, "FAILED")
-        raise
+    with tempfile.TemporaryDirectory() as temporary:
+        saved = Path(temporary) / "saved"
+        _save(saved, weights, dataset_dir, config, model)
+        client.log_model_artifacts(model.model_id, str(saved))
+    # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
+    for file in weights.glob("*.safetensors"):
+        client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
     client.finalize_logged_model(model.model_id, "READY")
     client.log_outputs(sink.run_id, [LoggedModelOutput(model.model_id, result.step)])
     return model

@@ -7,7 +7,6 @@ a run that is resumed, evaluated or cleaned up keeps the same record.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import logging
 import os
 import threading
@@ -234,37 +233,27 @@ class MlflowExporter:
             client.log_inputs(run.info.run_id, [DatasetInput(source, [context])])
 
     def _origin(self) -> dict[str, str]:
-        """Tags for what trained the run, from what, and in which folder; MLflow's own names first.
+        """Tags beside the parameters: what trained the run, from what, and in which folder.
 
         The Prefect flow run is the one that last claimed the run folder, see
         `infini_model.runtime.runs`.
         """
+        from mlflow.tracking.context.registry import resolve_tags
         from mlflow.utils.git_utils import get_git_commit
 
-        dataset = self._record.get("dataset", {})
         record = read_run(self._run_dir) if is_started(self._run_dir) else None
         weights = read_json_or_empty(self._run_dir / INITIAL_WEIGHTS)
-        user = None
-        # In a container the user id may have no name.
-        with contextlib.suppress(KeyError, OSError):
-            user = getpass.getuser()
         tags = {
-            "mlflow.user": user,
             "mlflow.source.name": SOURCE,
-            "mlflow.source.type": "LOCAL",
             "mlflow.source.git.commit": get_git_commit(str(Path(__file__).resolve())),
             "run.folder": str(self._run_dir.resolve()),
-            "run.preset": self._config.run.preset,
-            "dataset.key": dataset.get("key"),
-            "dataset.folder": dataset.get("path"),
-            "initial_weights.name": weights.get("name"),
             "initial_weights.commit": weights.get("commit"),
             "initial_weights.fingerprint": weights.get("fingerprint"),
             "prefect.flow_run_id": record and record.owner,
             "branch.parent": record and record.parent,
             "branch.parent_step": record and record.parent_step,
         }
-        return {name: str(value) for name, value in tags.items() if value}
+        return {name: str(value) for name, value in resolve_tags(tags).items() if value}
 
     def _update_record(self, **fields: Any) -> None:
         self._record |= fields

@@ -259,9 +259,6 @@ def test_a_run_is_described_with_its_origin_settings_and_page(tmp_path, config):
         "branch.parent": "stable-1",
         "branch.parent_step": "40",
         "run.folder": str(tmp_path),
-        "run.preset": "debug",
-        "dataset.key": DATASET["key"],
-        "dataset.folder": DATASET["path"],
     } | ({"mlflow.source.git.commit": head} if head else {})
     assert expected.items() <= found.data.tags.items()
 

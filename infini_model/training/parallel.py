@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -274,7 +274,6 @@ def shard_from_rank0(read: Callable[[], Tensor], like: Tensor, world: World) -> 
         return world.broadcast_tensor(read, like)
     from torch.distributed.tensor import distribute_tensor
 
-    like = cast("DTensor", like)
     mesh = like.device_mesh
     if world.is_main:
         tensor = read().to(mesh.device_type)
@@ -289,7 +288,6 @@ def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    like = cast("DTensor", like)
     shard = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return shard.to_local()
 
@@ -301,7 +299,6 @@ def own_rows(tensor: Tensor, world: World) -> tuple[Tensor, int]:
     """
     if not _is_dtensor(tensor):
         return (tensor if world.is_main else tensor.new_empty(0)), 0
-    tensor = cast("DTensor", tensor)
     own, mesh, rows = tensor.to_local(), tensor.device_mesh, tensor.shape[0]
     *replica, shard = mesh.get_coordinate() or ()
     # As torch.chunk divides them.
@@ -311,13 +308,13 @@ def own_rows(tensor: Tensor, world: World) -> tuple[Tensor, int]:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """`tensor`, gathered from its shards if it is sharded; then call it on all ranks."""
-    return cast("DTensor", tensor).full_tensor() if _is_dtensor(tensor) else tensor
+    return tensor.full_tensor() if _is_dtensor(tensor) else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
-    return cast("DTensor", tensor).to_local() if _is_dtensor(tensor) else tensor
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "full_tensor")

@@ -34,9 +34,7 @@ CONTEXT = GIB // 2
 KEPT = 0.9
 # No division of micro-batches helps a training that needs so many times the memory.
 HOPELESS = 10.0
-# GPUs that may be recommended.
-GPU_COUNTS = tuple(2**power for power in range(1, 11))
-SMALLER = "a smaller model or packing.context_length needs less"
+SMALLER = "a smaller model or packing.context_length needs less, as does fsdp on more GPUs"
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +44,6 @@ class Machine:
     """Where the processes of a training run.
 
     Attributes:
-        device: What they compute on.
         processes: All of them, on all machines.
         local: Those on this machine.
         is_first: Whether the process that writes checkpoints is on this machine.
@@ -126,6 +123,7 @@ class _Parameters(NamedTuple):
 @functools.cache
 def _parameters(model: ModelConfig, lora: LoraConfig | None, optimizer: str) -> _Parameters:
     import torch
+    from torch import nn
     from torch.overrides import TorchFunctionMode
 
     from infini_model.model.llama import InfiniLlama
@@ -137,9 +135,7 @@ def _parameters(model: ModelConfig, lora: LoraConfig | None, optimizer: str) -> 
         def __torch_function__(
             self, function: Any, _types: Any, args: Any = (), named: Any = None
         ) -> Any:
-            if getattr(function, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
-                return args[0] if args else named["tensor"]
-            return function(*args, **named or {})
+            return None if function is nn.init.normal_ else function(*args, **named or {})
 
     with torch.device("meta"), Undrawn():
         whole = InfiniLlama(model, lora=lora)
@@ -241,9 +237,7 @@ class Need:
     """The needs of a training on a machine.
 
     Attributes:
-        process: What a process needs.
         copy: Bytes of main memory for the copies from which checkpoints are written.
-        machine: The machine.
         recomputed: Layers that are recomputed in the backward pass; where that is `auto`, as few as
             fit.
     """
@@ -329,28 +323,21 @@ def check_memory(config: Config, machine: Machine, *, is_pretrained: bool = Fals
 def advice(config: Config, machine: Machine, *, is_pretrained: bool = False) -> str:
     """Settings with which a training needs clearly less, and fits, for a message.
 
-    They are the first that do, of those of the same training, the cheapest first; then the same on
-    more GPUs. For `is_pretrained` see `check_memory`.
+    They are the first that do, of those of the same training on this machine, the cheapest first.
+    For `is_pretrained` see `check_memory`.
     """
     now, hint = Need.of(config, machine).process.total, ""
     if is_pretrained and config.training.lora is None:
         hint = "; training.lora={} needs less, and freezes the pretrained weights"
-    machines = {"": machine}
-    for count in GPU_COUNTS if machine.device == "cuda" else ():
-        if count > machine.processes:
-            more = replace(machine, processes=count, local=min(count, 8))
-            machines[f" on {count} such GPUs"] = more
-    for where, on in machines.items():
-        for change in _changes(config, on):
-            need = Need.of(config.updated(**change), on)
-            if need.process.total < KEPT * now and not need.shortage(KEPT):
-                words = " ".join(
-                    f"{section}.{name}={str(value).lower()}"
-                    for section, settings in change.items()
-                    for name, value in settings.items()
-                )
-                less = f"{gib(need.process.total)} GiB a process"
-                return f"{words or 'the same'}{where} would need {less}{hint}"
+    for change in _changes(config, machine):
+        need = Need.of(config.updated(**change), machine)
+        if need.process.total < KEPT * now and not need.shortage(KEPT):
+            words = " ".join(
+                f"{section}.{name}={str(value).lower()}"
+                for section, settings in change.items()
+                for name, value in settings.items()
+            )
+            return f"{words} would need {gib(need.process.total)} GiB a process{hint}"
     return f"{SMALLER}{hint}"
 
 

@@ -57,9 +57,7 @@ def test_the_presets_fit_the_machines_that_their_first_lines_name() -> None:
 
 def test_what_is_certain_not_to_fit_is_refused_with_settings_that_would() -> None:
     config = known("production")
-    with pytest.raises(
-        ConfigError, match=r"needs at least 120 GiB .* on 4 such GPUs would need \d\d GiB"
-    ):
+    with pytest.raises(ConfigError, match=r"needs at least 120 GiB .*; a smaller model or"):
         check_memory(config, ONE)
     unsharded = known("production", "launch.strategy=ddp")
     remedy = r"; launch.strategy=fsdp would need 46 GiB a process;.*launch\.force=true"

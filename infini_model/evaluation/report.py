@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import statistics
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -22,14 +21,12 @@ from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
 from infini_model.runtime.runs import (
-    EVALUATION,
     REPORT,
     REPORT_PAGE,
     is_started,
     read_run,
     record_evaluation,
 )
-from infini_model.runtime.storage import lock, remove_leftovers
 from infini_model.training.profiling import OPERATORS
 
 # Acceptable share of a step spent waiting for data.
@@ -84,49 +81,34 @@ def evaluate_run(
     lines = read_metrics(run_dir)
     if not lines:
         raise CheckpointError(f"{run_dir / 'metrics.jsonl'}: no metrics found; train first")
-    with _evaluating(run_dir):
-        context = EvalContext(run_dir, dataset_dir, config)
-        tasks = {name: load_task(name) for name in config.evaluation.tasks}
-        for task in tasks.values():
-            task.check(context)
-        if progress is not None:
-            _report_progress(context, [*tasks.values()], progress)
-        results = {name: task.run(context) for name, task in tasks.items()}
-        curves = dict[str, Path]()
-        if any("train/loss" in line for line in lines):
-            curves = plot_training(lines, config.training.max_grad_norm, context.plots_dir)
-        shown = [path for each in results.values() for path in each.pictures.values()]
-        result = EvaluationResult(
-            step=context.position.step,
-            last_step=context.last_step,
-            checkpoint=context.checkpoint,
-            dataset_key=context.manifest.key,
-            tasks=results,
-            report=run_dir / REPORT,
-            html=run_dir / REPORT_PAGE,
-            plots=[*curves.values(), *shown],
-        )
-        titled = [(tasks[name].title, found) for name, found in results.items()]
-        text = _text(context, titled, curves, lines)
-        write_pages(text, run_dir.name, result.report, result.html, result.plots)
-        measured = (result.dataset_key, result.metrics, result.intervals)
-        settings = config.evaluation.model_dump(mode="json")
-        record_evaluation(run_dir, result.step, *measured, settings)
+    context = EvalContext(run_dir, dataset_dir, config)
+    tasks = {name: load_task(name) for name in config.evaluation.tasks}
+    for task in tasks.values():
+        task.check(context)
+    if progress is not None:
+        _report_progress(context, [*tasks.values()], progress)
+    results = {name: task.run(context) for name, task in tasks.items()}
+    curves = dict[str, Path]()
+    if any("train/loss" in line for line in lines):
+        curves = plot_training(lines, config.training.max_grad_norm, context.plots_dir)
+    shown = [path for each in results.values() for path in each.pictures.values()]
+    result = EvaluationResult(
+        step=context.position.step,
+        last_step=context.last_step,
+        checkpoint=context.checkpoint,
+        dataset_key=context.manifest.key,
+        tasks=results,
+        report=run_dir / REPORT,
+        html=run_dir / REPORT_PAGE,
+        plots=[*curves.values(), *shown],
+    )
+    titled = [(tasks[name].title, found) for name, found in results.items()]
+    text = _text(context, titled, curves, lines)
+    write_pages(text, run_dir.name, result.report, result.html, result.plots)
+    measured = (result.dataset_key, result.metrics, result.intervals)
+    settings = config.evaluation.model_dump(mode="json")
+    record_evaluation(run_dir, result.step, *measured, settings)
     return result
-
-
-@contextlib.contextmanager
-def _evaluating(run_dir: Path) -> Iterator[None]:
-    """Share the lock of the run's evaluations; the first deletes what killed ones left."""
-    path = run_dir / ".evaluation.lock"
-    with lock(path, wait=False) as is_first:
-        if is_first:
-            for place in (run_dir / "plots", *(run_dir / "evaluation").glob("*")):
-                remove_leftovers(place)
-            for name in (REPORT, REPORT_PAGE, EVALUATION):
-                remove_leftovers(run_dir, name)
-    with lock(path, shared=True):
-        yield
 
 
 def _report_progress(

@@ -31,7 +31,6 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import newest_checkpoint
-from infini_model.runtime.storage import lock
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.train import train
@@ -103,21 +102,6 @@ def test_the_result_is_json_and_reproducible(made, result):
     intervals = {name: list(each) for name, each in result.intervals.items()}
     expected = (result.step, result.dataset_key, result.metrics, intervals)
     assert tuple(record[name] for name in RECORDED) == expected
-
-
-def test_what_killed_evaluations_left_is_deleted_unless_another_is_at_work(made, tmp_path):
-    run_dir = shutil.copytree(made.run_dir, tmp_path / "run", symlinks=True)
-    config = made.config(**{"evaluation.tasks": ["loss"]})
-    names = ("evaluation/passkey-1/.tmp-cell.json-1", "plots/.tmp-loss.png-1", ".tmp-report.html-1")
-    left = [run_dir / name for name in names]
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    with lock(run_dir / ".evaluation.lock", shared=True):
-        evaluate_run(run_dir, made.dataset, config)
-    assert all(path.exists() for path in left)
-    evaluate_run(run_dir, made.dataset, config)
-    assert not [*run_dir.rglob(".tmp-*")]
 
 
 def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path):

@@ -16,14 +16,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infini_model.cleaning import remove_garbage
 from infini_model.config import Config, load_config
+from infini_model.data.build import build_dataset, plan_dataset, write_listing
+from infini_model.data.downloads import download_shards
+from infini_model.data.lookup import finished_dataset
+from infini_model.data.screen import screen_sources
+from infini_model.data.shares import make_share
+from infini_model.data.sources.files import Listing
+from infini_model.data.sources.listing import list_sources, using_raw_files
 from infini_model.runtime.errors import DataError, StageError, UserError
+from infini_model.runtime.records import read_record
 from infini_model.runtime.stage_protocol import ERROR, RESULT, write_message, write_progress
+from infini_model.training.initial_weights import find_initial_weights, record_initial_weights
 
 
 def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.training.initial_weights import find_initial_weights, record_initial_weights
-
     weights = find_initial_weights(config, write_progress)
     if arguments.run_dir is not None:
         record_initial_weights(arguments.run_dir, weights)
@@ -31,9 +39,6 @@ def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.build import write_listing
-    from infini_model.data.sources.listing import list_sources, using_raw_files
-
     run = config.run
     # Until the listing names them, nothing else protects the files from being cleaned up.
     with using_raw_files(run.output_dir):
@@ -48,11 +53,6 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _screen(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.build import write_listing
-    from infini_model.data.screen import screen_sources
-    from infini_model.data.sources.files import Listing
-    from infini_model.runtime.records import read_record
-
     listing, datasets_dir = read_record(arguments.listing, Listing), config.run.datasets_dir
     screened, found = screen_sources(listing, config.data, datasets_dir, write_progress)
     path = write_listing(screened, config.data, datasets_dir)
@@ -60,11 +60,6 @@ def _screen(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.build import plan_dataset
-    from infini_model.data.lookup import finished_dataset
-    from infini_model.data.sources.files import Listing
-    from infini_model.runtime.records import read_record
-
     if arguments.listing is None:
         return finished_dataset(config).model_dump(mode="json")
     listing = read_record(arguments.listing, Listing)
@@ -72,11 +67,6 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.build import build_dataset, write_listing
-    from infini_model.data.shares import make_share
-    from infini_model.data.sources.files import Listing
-    from infini_model.runtime.records import read_record
-
     listing, data = read_record(arguments.listing, Listing), config.data_to_tokenize
     datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
     if data.share is not None:
@@ -99,8 +89,6 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.cleaning import remove_garbage
-
     run, keep = config.run, config.data.keep
     if keep is None:
         raise UserError("data.keep: is null, so nothing is to be removed")
@@ -109,7 +97,7 @@ def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    from infini_model.data.downloads import download_shards
+    # Imported here, as they import torch, which takes seconds.
     from infini_model.evaluation.mlflow import log_evaluation
     from infini_model.evaluation.report import evaluate_run
     from infini_model.training.trackers import send_evaluation

@@ -25,6 +25,7 @@ from pydantic_core import MISSING
 from flows.presets import DEFAULT_PRESET, Invocation, preset_names
 from flows.serving import engine
 from infini_model.config import Config, load_config, merge, merge_typed, nested
+from infini_model.config.explaining import schemas
 from infini_model.config.training import BRANCH
 from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import resume_config
@@ -222,28 +223,30 @@ def _without(node: Tree, *keys: str) -> Tree:
     return {key: value for key, value in node.items() if key not in keys}
 
 
+_whole_schema = functools.cache(Config.model_json_schema)
+
+
+def _partial(node: Tree) -> Tree:
+    """A part of the configuration's JSON schema: nothing is required, nothing has a default."""
+    if reference := node.get("$ref"):
+        definition = _whole_schema()["$defs"][reference.rpartition("/")[2]]
+        return _partial(definition | _without(node, "$ref"))
+    kept = _without(node, "default", "required", "discriminator", "oneOf", "$defs")
+    # With nothing required, a partial source may match more than one kind.
+    if choices := node.get("oneOf", node.get("anyOf")):
+        kept["anyOf"] = [_partial(choice) for choice in choices]
+    if node.get("type") == "integer" and kept.pop("exclusiveMinimum", None) == 0:
+        kept["minimum"] = 1  # The UI's inputs understand it, and word the error better.
+    if isinstance(node.get("additionalProperties"), dict):
+        kept["additionalProperties"] = _partial(node["additionalProperties"])
+    if "properties" in node:
+        kept["properties"] = {key: _partial(value) for key, value in node["properties"].items()}
+    return kept
+
+
 @functools.cache
 def _tree_schema() -> Tree:
-    """JSON schema of a partial configuration: nothing is required, nothing has a default."""
-    whole = Config.model_json_schema()
-    definitions = whole.pop("$defs")
-
-    def part(node: Tree) -> Tree:
-        if reference := node.get("$ref"):
-            return part(definitions[reference.rpartition("/")[2]] | _without(node, "$ref"))
-        kept = _without(node, "default", "required", "discriminator", "oneOf")
-        # With nothing required, a partial source may match more than one kind.
-        if choices := node.get("oneOf", node.get("anyOf")):
-            kept["anyOf"] = [part(choice) for choice in choices]
-        if node.get("type") == "integer" and kept.pop("exclusiveMinimum", None) == 0:
-            kept["minimum"] = 1  # The UI's inputs understand it, and word the error better.
-        if isinstance(node.get("additionalProperties"), dict):
-            kept["additionalProperties"] = part(node["additionalProperties"])
-        if "properties" in node:
-            kept["properties"] = {key: part(value) for key, value in node["properties"].items()}
-        return kept
-
-    tree = part(whole)
+    tree = _partial(_whole_schema())
     # The preset has its own parameter; here it would only change a name.
     del tree["properties"]["run"]["properties"]["preset"]
     return tree
@@ -251,22 +254,10 @@ def _tree_schema() -> Tree:
 
 def _schema_at(key: str) -> Tree:
     """JSON schema of one key, without null: an unset parameter is left out."""
-    node = _tree_schema()
-    for name in key.split("."):
-        sections = [choice.get("properties", {}) for choice in _choices(node)]
-        node = next(section[name] for section in sections if name in section)
+    node = _partial(schemas()[key])
     (typed,) = [choice for choice in node.get("anyOf", [node]) if choice["type"] != "null"]
     typed = _json_editor(typed) if "additionalProperties" in typed else _without(typed, "title")
     return typed | {"description": node["description"]}
-
-
-def _choices(node: Tree) -> list[Tree]:
-    """The schemas of which a value has one."""
-    return (
-        [each for choice in node["anyOf"] for each in _choices(choice)]
-        if "anyOf" in node
-        else [node]
-    )
 
 
 def _json_editor(schema: Tree) -> Tree:
@@ -325,8 +316,7 @@ def _signature(flow_name: str, annotations: Mapping[str, Any], empty: Any) -> in
 def as_flow(function: Callable[[Any], R]) -> Flow[..., R]:
     """Make a flow of a function that takes a `Config`: with parameters, and reporting failures.
 
-    The parameters are `preset`, the settings that name the flow, and `advanced`. A function of
-    `asked` takes the whole `Invocation`.
+    A function of `asked` takes the whole `Invocation`.
     """
     takes_all = "asked" in inspect.signature(function).parameters
 

@@ -161,7 +161,7 @@ Schema = dict[str, Any]
 
 
 @functools.cache
-def _schemas() -> dict[str, Schema]:
+def schemas() -> dict[str, Schema]:
     """JSON schema of every setting by its key, in tree order, and of sections that may be null.
 
     The kinds of a source have keys in common: the first kind counts.
@@ -191,7 +191,7 @@ def _sections(schema: Schema) -> list[str]:
 @functools.cache
 def all_keys() -> tuple[str, ...]:
     """Full name of every setting, such as `training.max_steps`, in tree order."""
-    return tuple(key for key, schema in _schemas().items() if not _sections(schema))
+    return tuple(key for key, schema in schemas().items() if not _sections(schema))
 
 
 def types_of(key: str) -> set[str]:
@@ -199,7 +199,7 @@ def types_of(key: str) -> set[str]:
 
     Empty for a section that is never null, and for an unknown key.
     """
-    schema = _schemas().get(described_by(key), {})
+    schema = schemas().get(described_by(key), {})
     return {
         f"list of {each['items'].get('type')}" if "items" in each else each["type"]
         for each in (schema, *schema.get("anyOf", []))
@@ -214,7 +214,7 @@ def reference(prefix: str = "") -> str:
     """
     found = {
         key: schema
-        for key, schema in _schemas().items()
+        for key, schema in schemas().items()
         if f"{key}.".startswith(prefix and f"{prefix}.")
     }
     if not found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def _run_sweep(asked: Invocation) -> tuple[list[Path], dict[str, str]]:
     Returns the folders of those that are finished, and why the others, by name, are not.
     """
     runs, log = runs_of(asked), get_run_logger()
-    datasets, folders, failed = _earlier_datasets(runs), list[Path](), dict[str, str]()
+    datasets, folders, failed = _earlier_datasets(), list[Path](), dict[str, str]()
     for number, run in enumerate(runs, 1):
         ready = _with_dataset(run, datasets)
         name = str(ready.run.name)
@@ -87,17 +86,14 @@ def _run_sweep(asked: Invocation) -> tuple[list[Path], dict[str, str]]:
     return folders, failed
 
 
-def _earlier_datasets(runs: Sequence[Config]) -> dict[str, Dataset]:
-    """The datasets that an earlier attempt has made for these runs, unless they are damaged."""
-    keys = {_dataset_key(run) for run in runs}
-    made = dict[str, Config]()
-    for part in earlier_subflows(swept_run.name):
-        config = validate(part.parameters["advanced"])
-        made[_dataset_key(config.updated(data={"folder": None}))] = config
+def _earlier_datasets() -> dict[str, Dataset]:
+    """The newest datasets that an earlier attempt has made, unless they are damaged."""
     known = dict[str, Dataset]()
-    for key in keys & made.keys():
+    for part in reversed(earlier_subflows(swept_run.name)):
+        config = validate(part.parameters["advanced"])
+        key = _dataset_key(config.updated(data={"folder": None}))
         try:
-            known[key] = use_dataset(made[key])
+            known[key] = known.get(key) or use_dataset(config)
         except DataError as error:
             get_run_logger().warning("%s; rebuilding it", error)
     return known

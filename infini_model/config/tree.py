@@ -94,13 +94,6 @@ class FetchStageConfig(StageConfig):
     """Retries after a failure."""
 
 
-class CleanStageConfig(StageConfig):
-    """The same for the cleaning, which is not worth a retry."""
-
-    retries: Retries = 0
-    """Retries after a failure."""
-
-
 class StagesConfig(Section):
     """Retries and timeouts of the stages of the pipeline and of the cleaning after them.
 
@@ -113,7 +106,7 @@ class StagesConfig(Section):
     shard: StageConfig = StageConfig()
     train: StageConfig = StageConfig()
     evaluate: StageConfig = StageConfig()
-    clean: CleanStageConfig = CleanStageConfig()
+    clean: StageConfig = StageConfig()
 
 
 class ComparisonConfig(Section):

@@ -143,7 +143,8 @@ def test_preprocess_cleans_up_and_a_cleaning_that_takes_too_long_is_a_warning(
     (tmp_path / "sitecustomize.py").write_text(hang)
     command = ("preprocess", "--config", settings, "data.keep=1")
     hung = connected | {"PYTHONPATH": str(tmp_path)}
-    shown = output_of(hung, *command, "stages.clean.timeout_seconds=0.1")
+    stage = ("stages.clean.timeout_seconds=0.1", "stages.clean.retries=0")
+    shown = output_of(hung, *command, *stage)
     assert "Older datasets were not removed: clean: not finished after 0.1 s" in shown
     eventually(lambda: not processes_about(tmp_path), "the end of all processes")
     assert ended_tasks(server, shown, "clean")["clean"]["state_name"] == "TimedOut"

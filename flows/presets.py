@@ -62,8 +62,7 @@ def configure(presets: Iterable[str], overrides: Iterable[str | Mapping[str, Any
 
     Each applies over those before it. Without presets, the library's defaults.
 
-    Raises `ConfigError` in one line for an unknown preset, for what a preset leaves to the user and
-    nobody gave, and for whatever `load_config` rejects.
+    Raises `ConfigError` in one line, also for what a preset leaves to the user and nobody gave.
     """
     changes = [parse_override(text) if isinstance(text, str) else text for text in overrides]
     typed = _named(functools.reduce(merge, changes, {}))

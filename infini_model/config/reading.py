@@ -68,7 +68,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text") from error
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}
@@ -118,10 +118,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _parse_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506 - it is a `SafeLoader`
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    return yaml.load(text, _Loader)  # noqa: S506 - it is a `SafeLoader`
 
 
 def _blank_comment(found: re.Match[str]) -> str:
@@ -208,7 +205,7 @@ def read_typed(key: str, text: str) -> Any:
         return text  # An unknown key, which validation explains.
     quoted = None
     if text.startswith(("'", '"')):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, yaml.YAMLError):
             quoted = _parse_yaml(text)
     if isinstance(quoted, str):
         text = quoted
@@ -299,8 +296,7 @@ def load_config(
 ) -> Config:
     """Read a file, if given, apply the overrides in order, and validate the result.
 
-    Raises `ConfigError`, one line long, for an unreadable file, an unknown key, or a value of the
-    wrong type or out of range.
+    Raises `ConfigError` in one line.
     """
     tree = {} if file is None else read_tree(file)
     for override in overrides:

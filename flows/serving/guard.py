@@ -38,19 +38,16 @@ if TYPE_CHECKING:
 PAGES = "connect-src 'self' blob: data:; frame-ancestors 'self'"
 
 
-class SameOriginOnly:
+def _same_origin_only(app: ASGIApp) -> ASGIApp:
     """Reject requests from foreign pages (403), and restrict what the server's own pages may do.
 
     A page is the server's own if its origin is a loopback name with the port of the request. That
     is the port that the browser sees, which differs from the server's behind `ssh -L`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         _, colon, port = headers.get("host", "").partition(":")
@@ -65,29 +62,30 @@ class SameOriginOnly:
                 MutableHeaders(scope=message).append("Content-Security-Policy", PAGES)
             await send(message)
 
-        await self._app(scope, receive, send_with_policy)
+        await app(scope, receive, send_with_policy)
+
+    return guarded
 
 
-class BasicAuth:
+def _with_basic_auth(app: ASGIApp, auth_string: str) -> ASGIApp:
     """Require "user:password" on every path except /health (401)."""
+    expected = b"Basic " + base64.b64encode(auth_string.encode())
 
-    def __init__(self, app: ASGIApp, auth_string: str) -> None:
-        self._app = app
-        self._expected = b"Basic " + base64.b64encode(auth_string.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(given.encode(), self._expected):
+            if not hmac.compare_digest(given.encode(), expected):
                 ask = {"WWW-Authenticate": 'Basic realm="infini serve"'}
                 refusal = PlainTextResponse("Unauthorized", status_code=401, headers=ask)
                 await refusal(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return guarded
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    return TrustedHostMiddleware(SameOriginOnly(app), LOOPBACK_NAMES, www_redirect=False)
+    return TrustedHostMiddleware(_same_origin_only(app), LOOPBACK_NAMES, www_redirect=False)
 
 
 def prefect_app() -> ASGIApp:
@@ -135,4 +133,4 @@ def mlflow_app() -> ASGIApp:
     from mlflow.server.fastapi_app import app
 
     auth_string = os.environ.get(MLFLOW_AUTH)
-    return _guarded(BasicAuth(app, auth_string) if auth_string else app)
+    return _guarded(_with_basic_auth(app, auth_string) if auth_string else app)

@@ -65,15 +65,13 @@ def verify(config: Config, name: str | None) -> None:
 
 @contextmanager
 def _bar(title: str) -> Iterator[OnProgress]:
-    """A progress bar in bytes on stderr; nothing is shown if that is not a terminal."""
+    """A progress bar in bytes on stderr, which shows nothing if that is not a terminal."""
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress
 
-    console = Console(stderr=True)
     description, bar, _, remaining = Progress.get_default_columns()
     columns = (description, bar, DownloadColumn(), remaining)
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, disable=is_hidden, transient=True) as shown:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(title, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
 

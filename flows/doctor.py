@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from flows.serving.access import mlflow_client, stored_secret
 from flows.serving.connection import API_URL, AUTH_STRING, configured, get, served
-from flows.serving.servers import HOST, prefect_dir
+from flows.serving.servers import check_port, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import DeviceError, UnreachableError, UserError
 from infini_model.runtime.machine import (
@@ -169,10 +168,11 @@ def _disks(config: Config) -> Iterator[Finding]:
 
 
 def _port(port: int, option: str) -> Finding:
-    with socket.socket() as probe:
-        taken = probe.connect_ex((HOST, port)) == 0
-    remedy = f"stop the program that uses it, or infini serve {option} N" if taken else ""
-    return Finding(f"port {port}", "in use" if taken else "free", remedy)
+    try:
+        check_port(port, option)
+    except UserError as error:
+        return Finding(f"port {port}", "in use", str(error))
+    return Finding(f"port {port}", "free")
 
 
 def _server(subject: str, url: str, auth_string: str | None, variables: str) -> Finding:

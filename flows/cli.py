@@ -20,7 +20,7 @@ from typer._click.exceptions import NoSuchOption
 from typer.core import TyperOption
 from typer.exceptions import TyperException
 
-from flows.options import ANY_SETTINGS, UNDERSCORES, configured, unknown
+from flows.options import ANY_SETTINGS, OPTIONS, UNDERSCORES, configured, unknown
 from flows.presets import Invocation
 from infini_model.config import Config, load_config
 from infini_model.config.locations import expanded
@@ -139,10 +139,7 @@ def compare(asked: Invocation) -> None:
     print_comparison(compare(named))
 
 
-OutputDir = Annotated[
-    str | None,
-    typer.Option(help="Folder for datasets, runs and records (default: outputs), or an address."),
-]
+OutputDir = Annotated[str | None, typer.Option(help=OPTIONS["output_dir"].help)]
 DataDir = Annotated[
     str | None,
     typer.Option(

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from flows.sweep import runs_of
 from infini_model.config import Config, load_config, merge, merge_typed, parse_override
 from infini_model.config.locations import expanded, is_url
 from infini_model.config.tree import RunConfig
-from infini_model.data.tokenizers.stated import TOKENIZER_FILE
 from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import check_branch, resume_config
 from infini_model.runtime.errors import CheckpointError, StageError, UserError
@@ -310,7 +309,10 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     step = read_state(checkpoint).step
     write = export_merged if merge else export_model
     write(checkpoint, folder, load_dataset_tokenizer(_dataset_of(run_dir, places)))
-    return [f"Exported step {step} of {run_dir.name} to {folder}", *_uses(folder)]
+    return [
+        f"Exported step {step} of {run_dir.name} to {folder}",
+        f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"',
+    ]
 
 
 def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
@@ -322,21 +324,3 @@ def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
         return dataset
     stored = {} if places.store is None else {"run": {"store": places.store}}
     return finished_dataset(resume_config(run_dir, [stored])).folder
-
-
-def _uses(folder: Path) -> Iterator[str]:
-    """How to use an exported folder, one line for each program."""
-    from infini_model.model.hf.adapter import is_adapter_folder
-    from infini_model.training.export import opens_in_transformers
-
-    yield f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
-    if not opens_in_transformers(folder):
-        return
-    names = ["AutoModelForCausalLM"]
-    if (folder / TOKENIZER_FILE).is_file():
-        names.append("AutoTokenizer")
-    library = "transformers"
-    if is_adapter_folder(folder):
-        library, names[0] = "peft", "AutoPeftModelForCausalLM"
-    calls = ", ".join(f"{name}.from_pretrained({str(folder)!r})" for name in names)
-    yield f"{library}: {calls}"

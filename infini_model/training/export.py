@@ -22,7 +22,6 @@ from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     GENERATION,
     TokenIds,
-    model_type,
     read_config,
     read_json,
 )
@@ -121,8 +120,3 @@ def check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is not a folder; pick another")
     refuse_other_files(target, (ADAPTER_CONFIG, *TOKENIZER_FILES))
-
-
-def opens_in_transformers(folder: Path) -> bool:
-    """Return True for the folder of a model that calls itself one of those in `transformers`."""
-    return model_type(read_config(folder, {})) not in ("infini_llama", "llada")

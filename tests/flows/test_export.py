@@ -102,9 +102,10 @@ def test_transformers_opens_an_export_without_memory(trained: Trained, tmp_path:
     manifest, run_dir = trained
     folder = tmp_path / "exported to" / "here"
     said = done("export", "--to", folder, "--output-dir", run_dir.parents[1])
-    first, *uses = said.stdout.splitlines()
-    assert first == f"Exported step 2 of {run_dir.name} to {folder}"
-    assert [use.split()[0] for use in uses] == ["infini", "transformers:"]
+    assert said.stdout.splitlines() == [
+        f"Exported step 2 of {run_dir.name} to {folder}",
+        f"infini generate --checkpoint '{folder}' --prompt \"Once upon a time\"",
+    ]
     assert names(folder) == names(run_dir / "model")
 
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -181,8 +182,7 @@ def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path) -> None:
     lora = (f"model.initial_weights={llama}", "model.segment_length=16", "training.lora={r: 4}")
     _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", "none", *lora)
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    said = done("export", run_dir, "--to", adapter).stdout.splitlines()
-    assert said[2:] == [f"peft: AutoPeftModelForCausalLM.from_pretrained('{adapter}')"]
+    done("export", run_dir, "--to", adapter)
     assert names(adapter) == names(run_dir / "model")
     done("export", run_dir, "--merge", "--to", merged)
     # The tokenizer of bytes is in no file.
@@ -235,8 +235,7 @@ def test_a_stored_run_is_exported_on_another_machine(
     run_dir = run_dir.rename(tmp_path / "gone")
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     folder = tmp_path / "exported"
-    said = done("export", "--to", folder, "--output-dir", f"{bucket}/team").stdout
-    assert "transformers" not in said  # which knows no memory
+    done("export", "--to", folder, "--output-dir", f"{bucket}/team")
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 10**30
     expected = {path.name: path.read_bytes() for path in (run_dir / "model").iterdir()}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected

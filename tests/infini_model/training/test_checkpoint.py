@@ -43,7 +43,6 @@ from infini_model.training.checkpoint import (
     save_checkpoint,
 )
 from infini_model.training.distributed import World, join_world
-from infini_model.training.export import opens_in_transformers
 from infini_model.training.optimizer import make_optimizer
 from infini_model.training.setup import build_setup
 from infini_model.training.train import train
@@ -81,12 +80,6 @@ def test_a_checkpoint_has_the_random_states_and_no_pickle(tmp_path, trained):
     assert torch.equal(torch.get_rng_state(), before)
     suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
-
-
-def test_transformers_is_not_offered_a_bidirectional_model(tmp_path):
-    shape = MODEL.model_copy(update={"memory": "none", "bidirectional": True})
-    InfiniLlama(shape).save_pretrained(tmp_path)
-    assert not opens_in_transformers(tmp_path)
 
 
 def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path, trained):

@@ -7,7 +7,6 @@ started for the command (Prefect's own ephemeral server loses task states).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from flows.serving.servers import (
 )
 from infini_model.config import Config
 from infini_model.runtime.errors import UnreachableError, UserError
-from infini_model.runtime.storage import is_locked
+from infini_model.runtime.storage import is_locked, read_json_or_empty
 from infini_model.training.mlflow_record import PAGE
 
 if TYPE_CHECKING:
@@ -58,12 +57,8 @@ def served(config: Config) -> dict[str, str]:
     They are `api_url`, of Prefect's API, and `mlflow_url`.
     """
     home = prefect_dir(config)
-    if not is_locked(serve_lock(home)):
-        return {}
-    try:
-        return dict(json.loads((home / "serve.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:  # it is starting
-        return {}
+    # While it is starting, there is no such file.
+    return read_json_or_empty(home / "serve.json") if is_locked(serve_lock(home)) else {}
 
 
 def get(url: str, auth_string: str | None) -> httpx.Response:

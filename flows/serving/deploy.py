@@ -36,10 +36,10 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.processutils import command_to_string
 from prefect.variables import Variable
 
+from flows.serving.access import LOOPBACK_NAMES
 from flows.serving.servers import PROJECT, WORK_POOL
 from infini_model.runtime.errors import UserError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # The variable that names the deployments and automations that were once created, in the server's
 # own database.
 DEPLOYED = "infini_deployments"
@@ -63,7 +63,7 @@ def deploy(api_url: str, *, reset: bool = False) -> None:
             name = definition["name"]
             is_new = name not in created
             ids[name] = _apply_deployment(client, definition, reset=reset, is_new=is_new)
-        is_local = urlsplit(api_url).hostname in LOOPBACK
+        is_local = urlsplit(api_url).hostname in LOOPBACK_NAMES
         for automation in _automations(ids["train"], watch_heartbeats=not is_local):
             is_new = automation.name not in created
             ids[automation.name] = _apply_automation(client, automation, reset=reset, is_new=is_new)

@@ -25,6 +25,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,20 +114,14 @@ def _run_for_worker() -> int:
 def _run_for_serve() -> int:
     lock = lock_of(Path(os.environ[ENGINES]), os.environ["PREFECT__FLOW_RUN_ID"])
     stops: list[int] = []
-    taken: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
-
-    def is_taken() -> bool:
-        # Opened anew each time: the file of an engine that has ended is removed.
-        if (descriptor := take_lock(lock, wait=False)) is not None:
-            os.ftruncate(descriptor, 0)  # it names the engine before
-            taken.append(descriptor)
-        return bool(taken)
-
-    wait_until(lambda: is_taken() or bool(stops) or _serve_is_gone(), every_seconds=POLL_SECONDS)
-    if not taken:
-        return 128 + signal.SIGTERM
-    return _wait(_start(lock, taken[0]), stops, _serve_is_gone)
+    # Opened anew each time: the file of an engine that has ended is removed.
+    while (descriptor := take_lock(lock, wait=False)) is None:
+        if stops or _serve_is_gone():
+            return 128 + signal.SIGTERM
+        time.sleep(POLL_SECONDS)
+    os.ftruncate(descriptor, 0)  # it names the engine before
+    return _wait(_start(lock, descriptor), stops, _serve_is_gone)
 
 
 def _start(lock: Path, descriptor: int) -> subprocess.Popen[bytes]:

@@ -24,7 +24,14 @@ import psutil
 from flows.serving.access import choose_secret, mlflow_client, prefect_client, secret_file
 from flows.serving.connection import get, served
 from flows.serving.database import check_database
-from flows.serving.engine import ENGINES, engines_dir, running_engines, serve_lock
+from flows.serving.engine import (
+    ENGINES,
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    engines_dir,
+    running_engines,
+    serve_lock,
+)
 from flows.serving.servers import (
     HOST,
     Service,
@@ -42,10 +49,6 @@ from infini_model.runtime.errors import UnreachableError, UserError
 from infini_model.runtime.processes import deferred_signals, wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.mlflow_record import PAGE, page_url
-
-POLL_SECONDS = 0.5
-# Time for flow runs to save a checkpoint and end, before SIGKILL.
-SAVE_SECONDS = 75.0
 
 
 def say(line: str) -> None:
@@ -168,7 +171,7 @@ def _stop_flow_runs(engines: Path, signals: Sequence[int]) -> None:
                     os.kill(pid, signal.SIGTERM)
         return False
 
-    wait_until(have_ended, every_seconds=POLL_SECONDS, timeout_seconds=SAVE_SECONDS)
+    wait_until(have_ended, every_seconds=POLL_SECONDS, timeout_seconds=GRACE_SECONDS)
     for pid in running_engines(engines).values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

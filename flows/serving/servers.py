@@ -15,7 +15,6 @@ import sys
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 from flows.serving.access import LOOPBACK_NAMES, server_environment
@@ -175,10 +174,9 @@ def check_port(port: int, option: str) -> None:
             raise UserError(f"{option}: port {port} is in use; choose another") from error
 
 
-def _uvicorn(factory: str, port: int, *options: str) -> list[str]:
-    app = f"flows.serving.guard:{factory}"
-    where = ["--host", HOST, "--port", str(port)]
-    return [sys.executable, "-m", "uvicorn", "--factory", app, *where, *options]
+def _uvicorn(factory: str, port: int) -> list[str]:
+    app, where = f"flows.serving.guard:{factory}", ["--host", HOST, "--port", str(port)]
+    return [sys.executable, "-m", "uvicorn", "--factory", app, *where]
 
 
 def start_prefect(
@@ -214,12 +212,9 @@ def start_mlflow(config: Config, port: int, secret: str | None = None) -> Servic
     is_server = config.tracking_uri.startswith(("http", "databricks"))
     own = config.database("mlflow/mlflow.db")
     root = config.run.output_dir.resolve() / "mlflow"
-    logging_file = metadata.distribution("mlflow").locate_file(
-        "mlflow/server/uvicorn_log_config.yaml"
-    )
     return Service(
         "the MLflow server",
-        _uvicorn("mlflow_app", port, "--log-config", str(logging_file)),
+        _uvicorn("mlflow_app", port),
         log=root / "server.log",
         env={
             **server_environment(secret),

@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,7 +39,6 @@ from flows.serving.engine import lock_of, log_of
 from flows.serving.reconcile import WORKER_KILLED, WORKER_MESSAGE, settle
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.holders import Owner
-from infini_model.runtime.processes import wait_until
 from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training.mlflow_record import open_tracking
 from tasks.shard import NEW_DATASET
@@ -444,27 +444,26 @@ def test_an_engine_that_waits_for_the_one_before_holds_a_file_that_is_still_ther
 ) -> None:
     """The file of an engine that has ended may be removed just then."""
     engines, before, removed = engine.engines_dir(tmp_path), contextlib.ExitStack(), list[Path]()
-    path = lock_of(engines, "one")
+    path, pause = lock_of(engines, "one"), time.sleep
     before.enter_context(lock(path))
 
-    def poll_while_it_is_removed(is_over: Callable[[], bool], **options: float) -> bool:
+    def sleep_while_it_is_removed(seconds: float) -> None:
         if not removed:
-            assert not is_over()
             path.unlink()
             removed.append(path)
             before.close()
-            assert is_over()
-        return wait_until(is_over, **options)
+        pause(seconds)
 
     ask = "import sys; from infini_model.runtime import storage; sys.exit(storage.is_locked(PATH))"
     command = [sys.executable, "-c", ask.replace("PATH", repr(str(path)))]
-    monkeypatch.setattr(engine, "wait_until", poll_while_it_is_removed)
+    monkeypatch.setattr(time, "sleep", sleep_while_it_is_removed)
     monkeypatch.setattr(engine, "ENGINE_COMMAND", command)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "one")
     monkeypatch.setenv(engine.ENGINES, str(engines))
     with lock(engine.serve_lock(tmp_path)):
         assert engine.main() == 1
+    assert removed == [path]
 
 
 # An engine that writes down how often it is told to end, and takes its time.

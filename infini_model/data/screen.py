@@ -209,7 +209,7 @@ def _find(folder: Path, facts: FactCache) -> Screened | None:
     try:
         record = read_record(folder / RECORD, Screened)
         os.utime(folder / RECORD)
-        (file,) = fingerprint(local_files([str(folder / KEPT)], facts), facts)
+        (file,) = fingerprint(local_files([str(folder / KEPT)]), facts)
     except (FileNotFoundError, DataError):
         return None
     return record if file.fingerprint == f"sha256:{record.sha256}" else None
@@ -324,7 +324,7 @@ def _deduplicate(
     if not paths:
         why = "".join(f"; {reason}: {count:,}" for reason, count in reasons.items())
         raise DataError(f"data.source.screen: none of {documents:,} documents is left{why}")
-    files, kept = fingerprint(local_files(paths, facts), facts), documents - dropped.total()
+    files, kept = fingerprint(local_files(paths), facts), documents - dropped.total()
     return [*map(whole_file, files)], Screened(documents=documents, kept=kept, dropped=reasons)
 
 

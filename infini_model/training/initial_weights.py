@@ -142,7 +142,7 @@ def _fingerprint(folder: Path, datasets_dir: Path) -> str:
 
     paths = [folder / CONFIG, *weight_files(folder)]
     facts = fact_cache(datasets_dir)
-    files = fingerprint(local_files(map(str, paths), facts), facts)
+    files = fingerprint(local_files(map(str, paths)), facts)
     facts.save()
     content = [[path.name, file.fingerprint] for path, file in zip(paths, files, strict=True)]
     return f"sha256:{content_key(content)}"

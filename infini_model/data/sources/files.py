@@ -112,24 +112,13 @@ def local_version(stat: os.stat_result) -> str:
     return "-".join(map(str, fields))
 
 
-def local_files(paths: Iterable[str], facts: FactCache) -> list[SourceFile]:
-    """Local files as they are now, with the fingerprints that are known; none is read.
-
-    Raises `DataError` for one that is gone.
-    """
-    found = []
-    for path in paths:
-        stat = _stat(path)
-        version = local_version(stat)
-        known = _fingerprint(facts.get(version))
-        found.append(
-            SourceFile(address=path, bytes=stat.st_size, fingerprint=known, version=version)
-        )
-    return found
-
-
-def _fingerprint(checksum: str | None) -> str:
-    return "" if checksum is None else f"sha256:{checksum}"
+def local_files(paths: Iterable[str]) -> list[SourceFile]:
+    """Local files as they are now, unread. Raises `DataError` for one that is gone."""
+    stats = ((path, _stat(path)) for path in paths)
+    return [
+        SourceFile(address=path, bytes=stat.st_size, fingerprint="", version=local_version(stat))
+        for path, stat in stats
+    ]
 
 
 def fingerprint(
@@ -158,8 +147,8 @@ def fingerprint(
                 facts.put(each.version, found)
     return [
         each
-        if each.fingerprint
-        else each.model_copy(update={"fingerprint": _fingerprint(known[each.version])})
+        if each.fingerprint or (checksum := known[each.version]) is None
+        else each.model_copy(update={"fingerprint": f"sha256:{checksum}"})
         for each in files
     ]
 

@@ -29,7 +29,7 @@ from infini_model.data.sources.formats import check_format, text_of_file, whole_
 from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
-from infini_model.runtime.fact_cache import FactCache, fact_cache
+from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore, StoredObject, matching
 from infini_model.runtime.stage_protocol import OnProgress
 
@@ -66,7 +66,7 @@ def list_sources(
     raw_dir = output_dir / "raw"
     for name, source in config.named_sources.items():
         with named_settings(name):
-            listed[name] = _list_source(source, raw_dir, facts, progress)
+            listed[name] = _list_source(source, raw_dir, progress)
     listing = Listing(sources=listed)
     others = set[str]()
     if config.share is not None:
@@ -83,10 +83,7 @@ def list_sources(
     files = iter(fingerprint([part.file for part in listing.ranges], facts, others))
     facts.save()
     for ranges in listed.values():
-        ranges[:] = [
-            part if (file := next(files)) is part.file else part.model_copy(update={"file": file})
-            for part in ranges
-        ]
+        ranges[:] = [part.model_copy(update={"file": next(files)}) for part in ranges]
     return Listing(sources=listed)
 
 
@@ -121,9 +118,7 @@ def named_settings(source: str) -> Iterator[None]:
         raise type(error)(str(error).replace("data.source.", f"data.sources.{source}.")) from error
 
 
-def _list_source(
-    source: Source, raw_dir: Path, facts: FactCache, progress: OnProgress | None
-) -> list[FileRange]:
+def _list_source(source: Source, raw_dir: Path, progress: OnProgress | None) -> list[FileRange]:
     if isinstance(source, HubSource):
         from infini_model.data.sources.hub import list_dataset
 
@@ -134,7 +129,7 @@ def _list_source(
         for pattern in filter(is_store, source.paths)
         for file in list_objects(pattern, source.format)
     }
-    files = [*(stored[address] for address in sorted(stored)), *local_files(paths, facts)]
+    files = [*(stored[address] for address in sorted(stored)), *local_files(paths)]
     return [whole_file(file, source.format) for file in files]
 
 

@@ -101,7 +101,6 @@ class Snapshot:
     """A rank's part of a training at one step; it must not change while in use.
 
     Attributes:
-        config: The model's configuration.
         parameters: Those that are trained, by name, without the output layer if it is tied.
         moments: The optimizer's state as `parameter name/exp_avg` and so on.
         generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
@@ -364,12 +363,12 @@ def load_optimizer(
     """
     states: dict[str, dict[str, Tensor]] = {}
     parameters = {file_name(name): each for name, each in model.named_parameters()}
-    for full_name, (file, is_number) in world.broadcast(partial(_names, checkpoint)).items():
+    for full_name, file in world.broadcast(partial(_files, checkpoint)).items():
         path = checkpoint / file
         name, _, key = full_name.rpartition(SEPARATOR)
         if name not in parameters:
             raise CheckpointError(f"{path}: the model has no parameter {name}")
-        like = torch.empty(()) if is_number else parameters[name]
+        like = torch.empty(()) if key == "step" else parameters[name]
         read = partial(_read_tensor, path, full_name)
         states.setdefault(name, {})[key] = shard_from_rank0(read, like, world)
     names = {parameter: name for name, parameter in parameters.items()}
@@ -389,14 +388,13 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _names(checkpoint: Path) -> dict[str, tuple[str, bool]]:
-    """The names of the moments, the file of each, and whether it is a single number."""
-    found = {}
+def _files(checkpoint: Path) -> dict[str, str]:
+    """Return the name of the file of each moment."""
+    found = dict[str, str]()
     files = sorted(checkpoint.glob(OPTIMIZER.format(suffix="*")))
     for path in files or [checkpoint / OPTIMIZER.format(suffix="")]:
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                found[name] = path.name, not file.get_slice(name).get_shape()
+            found |= dict.fromkeys(file.keys(), path.name)
     return found
 
 

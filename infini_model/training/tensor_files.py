@@ -171,9 +171,7 @@ def together(world: World, path: Path, work: Callable[[], T]) -> list[T]:
     said = world.all_gather_text(json.dumps([result, error and str(error)]))
     if error is not None:
         raise error
-    results = []
-    for theirs, problem in map(json.loads, said):
-        if problem is not None:
-            raise UserError(problem)
-        results.append(theirs)
-    return results
+    results, problems = zip(*map(json.loads, said), strict=True)
+    for problem in filter(None, problems):
+        raise UserError(problem)
+    return [*results]

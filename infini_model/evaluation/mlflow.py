@@ -20,7 +20,6 @@ from infini_model.config import Config, leaves
 from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.report import EvaluationResult
-from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, INDEX
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, is_locked, sha256
 from infini_model.training.checkpoint import read_state
@@ -133,7 +132,7 @@ def log_model(
         _save(saved, weights, dataset_dir, config, model)
         client.log_model_artifacts(model.model_id, str(saved))
     # Directly from the checkpoint: `save_model` would copy them to the temporary folder, twice.
-    for file in weights.glob("*.safetensors"):
+    for file in weights.iterdir():
         client.log_model_artifact(model.model_id, str(file), f"artifacts/{MODEL}")
     client.finalize_logged_model(model.model_id, "READY")
     client.log_outputs(sink.run_id, [LoggedModelOutput(model.model_id, result.step)])
@@ -141,16 +140,13 @@ def log_model(
 
 
 def _save(saved: Path, weights: Path, dataset_dir: Path, config: Config, model: Any) -> None:
-    """Save the model without its weights in MLflow's format, in the folder `saved`."""
+    """Save the model without the files of its checkpoint in MLflow's format, in `saved`."""
     from mlflow.models import Model, ModelSignature
     from mlflow.pyfunc import save_model
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
     folder = saved.with_name(MODEL)
     folder.mkdir()
-    for name in (ADAPTER_CONFIG, CONFIG, INDEX):
-        if (weights / name).is_file():
-            (folder / name).write_bytes((weights / name).read_bytes())
     tokenizer = load_dataset_tokenizer(dataset_dir)
     tokenizer.save(folder)
     settings = config.evaluation.sample

@@ -212,6 +212,10 @@ class ObjectStore:
         import pyarrow as pa  # a large library, which listing runs does not need
         from fsspec.spec import AbstractBufferedFile
 
+        # Of an empty object nothing will be read, so nothing else would notice.
+        if not size and self._existing(key).bytes:
+            raise _changed(self.address_of(key))
+
         def read(key: str, start: int, end: int) -> bytes:
             return self.read_range(key, start, end, version)
 

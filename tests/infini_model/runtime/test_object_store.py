@@ -177,6 +177,8 @@ def test_an_overwritten_object_is_not_read_as_the_old_one(store, small_requests)
         store.delete(["o"])
         with pytest.raises(ObjectMissingError, match="/o: not found"):
             file.read(10)
+    with pytest.raises(ObjectMissingError):
+        store.open("o", 0, Version(None))
 
 
 # Where an answer is cut: in its head, at the start of its content, far inside.

@@ -19,7 +19,7 @@ from infini_model.training.model_shape import (
     known_shape,
     with_objective,
 )
-from infini_model.training.trackers import check_trackers
+from infini_model.training.trackers import trackers_of
 from tasks.flow_run import current_owner
 
 
@@ -27,9 +27,9 @@ def refresh_and_check_stores(config: Config, *, builds_dataset: bool) -> None:
     """Bring the records of stored runs here; check the stores, a branch's parent and the trackers.
 
     Raises `StoreError` if a store ignores conditions, as `ObjectStore` does, and as `check_branch`
-    and `check_trackers`.
+    and `trackers_of`.
     """
-    check_trackers(config)
+    trackers_of(config.run.runs_dir, config)
     refresh_runs(config.run.runs_dir, config.run.store)
     check_stores(config.run, builds_dataset=builds_dataset)
     check_branch(config, current_owner())

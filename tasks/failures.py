@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -213,20 +212,10 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
             artifacts.show(KEY, _explanation(error))
             raise
         finally:
-            send_logs()
+            # Prefect's own flush would also stop sending events, while other threads emit some.
+            APILogWorker.drain_all(timeout=SEND_SECONDS)
 
     return wrapper
-
-
-def send_logs() -> None:
-    """Send the log lines that Prefect has queued, for at most a few seconds.
-
-    Prefect's own flush would also stop sending events, while other threads still emit some.
-    """
-    worker = APILogWorker.instance()
-    sending = threading.Thread(target=worker.drain, name="last log lines", daemon=True)
-    sending.start()
-    sending.join(SEND_SECONDS)
 
 
 def _explanation(error: Exception) -> MarkdownArtifact:

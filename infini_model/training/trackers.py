@@ -10,9 +10,9 @@ import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from infini_model.config import Config, leaves
 from infini_model.runtime.errors import ConfigError
@@ -26,6 +26,8 @@ from infini_model.training.mlflow_record import error_summary
 # than what the end of a training waits for its exporters.
 OPEN_SECONDS, CLOSE_SECONDS = 20.0, 10.0
 
+NAMES = ("wandb", "trackio")
+
 log = logging.getLogger(__name__)
 
 
@@ -36,9 +38,9 @@ class Tracker:
     Each step is recorded once: on opening a record, the tracker says which one is next.
     """
 
-    def __init__(self, name: Literal["wandb", "trackio"], run_dir: Path, config: Config) -> None:
-        self.name: str = name
-        self._run_dir, self._config = run_dir, config
+    def __init__(self, name: str, run_dir: Path, config: Config) -> None:
+        """`name` is one of `NAMES`."""
+        self.name, self._run_dir, self._config = name, run_dir, config
         self._run: Any = None
         # The rows that are not sent yet, by step, and the first step to send.
         self._rows: dict[int, dict[str, float]] = {}
@@ -129,23 +131,15 @@ class Tracker:
         return run
 
 
-def trackers_of(run_dir: Path, config: Config) -> Iterator[Tracker]:
-    """Yield the trackers that the settings name. Raises `ConfigError` if one is not installed."""
-    check_trackers(config)
-    if config.tracking.wandb is not None:
-        yield Tracker("wandb", run_dir, config)
-    if config.tracking.trackio:
-        yield Tracker("trackio", run_dir, config)
-
-
-def check_trackers(config: Config) -> None:
-    """Raise `ConfigError` if a tracker that the settings name is not installed."""
-    wanted = {"wandb": config.tracking.wandb is not None, "trackio": config.tracking.trackio}
-    for name, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(name) is None:
+def trackers_of(run_dir: Path, config: Config) -> list[Tracker]:
+    """The trackers that the settings name. Raises `ConfigError` if one is not installed."""
+    names = [name for name in NAMES if getattr(config.tracking, name)]
+    for name in names:
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"tracking.{name}: needs a package: pip install {name} -c requirements.lock"
             )
+    return [Tracker(name, run_dir, config) for name in names]
 
 
 def send_evaluation(

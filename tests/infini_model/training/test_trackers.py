@@ -19,7 +19,7 @@ from infini_model.runtime.metrics_file import MetricsFile, read_metrics
 from infini_model.runtime.runs import CHECKPOINTS
 from infini_model.runtime.storage import lock
 from infini_model.training import trackers
-from infini_model.training.trackers import Tracker, check_trackers, send_evaluation
+from infini_model.training.trackers import Tracker, send_evaluation, trackers_of
 from infini_model.training.train import train
 
 # Exports what the run has recorded, and is killed.
@@ -177,8 +177,10 @@ def test_a_server_that_comes_back_gets_what_it_missed(server, make_config, tmp_p
     assert records.rows(tmp_path) == recorded(tmp_path)
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(make_config, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
+    make_config, monkeypatch, tmp_path
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    check_trackers(make_config())
+    assert not trackers_of(tmp_path, make_config())
     with pytest.raises(ConfigError, match=r"tracking\.trackio: .*pip install trackio"):
-        check_trackers(make_config(tracking={"trackio": True}))
+        trackers_of(tmp_path, make_config(tracking={"trackio": True}))

@@ -71,7 +71,7 @@ class CacheUpdate(NamedTuple):
         """Each row's last real token of `new` [B, H, T, D], or `previous` [B, H, D] without one."""
         index = self.last.clamp(min=0)[:, None, None, None]
         last = new.gather(2, index.expand(-1, new.size(1), 1, new.size(3))).squeeze(2)
-        return torch.where(self.last[:, None, None] < 0, previous, last)
+        return torch.where(self.last[:, None, None] < 0, previous.to(new.dtype), last)
 
     def write(self, cache: Tensor, new: Tensor, before: int = 0) -> Tensor:
         """`cache` [B, H_kv, before + m, D] with `new` [B, H_kv, T, D] in the slots of its tokens.

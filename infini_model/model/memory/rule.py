@@ -200,12 +200,8 @@ class Rule(nn.Module):
         `local` and what is returned are [B, H, T, D], `values` all of the segment, the chunk's
         among them, [B, H_kv, L + 1, D].
         """
-        starts, length, last_query = update.starts[:, None, None], self.segment_length, None
-        last_key = torch.where(starts, k[:, :, 0], state.last_key.to(k.dtype))
-        if state.last_query is not None:
-            last_query = torch.where(starts, q[:, :, 0], state.last_query.to(q.dtype))
-        before = state._replace(last_key=last_key, last_query=last_query)
-        queries, new_keys = self.shifted(q, k, before, None)
+        length, last_query = self.segment_length, state.last_query
+        queries, new_keys = self.shifted(q, k, state, update.starts[:, None])
         keys = update.write(state.keys, new_keys)
         new_gates, gates = self.token_gates(x), state.gates
         if new_gates is not None and gates is not None:
@@ -224,7 +220,7 @@ class Rule(nn.Module):
             memory = states.map(chosen, memory)
         if last_query is not None:
             last_query = update.newest(q, last_query)
-        return out, RuleState(memory, keys, gates, update.newest(k, last_key), last_query)
+        return out, RuleState(memory, keys, gates, update.newest(k, state.last_key), last_query)
 
     @classmethod
     def empty(

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.report import Cell, Ratio, publish, spread, stopwatch, take_turns
 from infini_model.config import ModelConfig, TrainingConfig
-from infini_model.model.kernels.attention import can_be_compiled, resolve_backend
+from infini_model.model.kernels.attention import resolve_backend
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import IGNORED
 from infini_model.model.memory import RULES
@@ -110,7 +110,7 @@ class Training:
             *("auto", torch.device(DEVICE), torch.bfloat16 if CUDA else torch.float32),
             config.head_dim,
         )
-        self._attention_compiles = can_be_compiled(kernel)
+        self._attention_compiles = kernel == "sdpa"
 
     def step(self, shape: Shape) -> None:
         """Forward, backward and update with a batch of random tokens."""

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infini_model.config import Config, LaunchConfig
 from infini_model.data.loading.windows import Batch
-from infini_model.model.kernels.attention import can_be_compiled, describe_backend, resolve_backend
+from infini_model.model.kernels.attention import describe_backend, resolve_backend
 from infini_model.model.kernels.compile import resolve_compile
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import MEMORY_PARAMETERS
@@ -85,7 +85,8 @@ class TrainModule:
         self.compiled = "off"
         # After the buckets, as the pass that rebuilds them is of another shape.
         if resolve_compile(config.launch.compile, world.device):
-            attention = can_be_compiled(kernel)
+            # `torch.compile` does not read the kernels of flash-attn.
+            attention = kernel == "sdpa"
             self.model.model.compile_layers(attention=attention)
             self.compiled = "layers" if attention else f"feed-forward only, because of {kernel}"
 

@@ -81,11 +81,6 @@ def flash_attn_package(capability: tuple[int, int], head_dim: int) -> str | None
     return next((name for name in _FLASH_ATTN if suits[name] and installed_version(name)), None)
 
 
-def can_be_compiled(kernel: str) -> bool:
-    """Whether `torch.compile` reads a kernel from `resolve_backend`; not that of a distribution."""
-    return kernel not in _FLASH_ATTN
-
-
 def describe_backend(kernel: str) -> str:
     """The description of a kernel from `resolve_backend`, for the log."""
     if kernel in _FLASH_ATTN:

@@ -140,13 +140,8 @@ class ObjectStore:
         """
         found: dict[str, StoredObject] = {}
         self.visit_below(folder, lambda each: found.update({each.address: each}))
-        if not all(each.bytes for each in found.values()):
-            for address in list(found):
-                for slash in re.finditer("/", address):
-                    mark = found.get(address[: slash.start()])
-                    if mark is not None and not mark.bytes:
-                        del found[mark.address]
-        return [found[address] for address in sorted(found)]
+        folders = {each[: slash.start()] for each in found for slash in re.finditer("/", each)}
+        return [found[each] for each in sorted(found) if found[each].bytes or each not in folders]
 
     def folders(self) -> list[str]:
         """The names of the folders right below the address; what is in them is not listed."""

@@ -31,8 +31,6 @@ from infini_model.runtime.stage_protocol import OnProgress, rate_limited
 
 # How long the end of a stage waits for the last update.
 PATIENCE_SECONDS = 3.0
-# After a failed update, the delay of the next one is multiplied by this.
-BACKOFF = 10
 # A picture in Markdown, on a line of its own: caption and path.
 PICTURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
 
@@ -127,14 +125,13 @@ def updates(what: str, update: Callable[[], None], seconds: float) -> Iterator[N
     over = threading.Event()
 
     def keep_updating() -> None:
-        delay, warned, ended = seconds, False, False
+        warned = ended = False
         while not ended:
-            ended = over.wait(delay)
+            ended = over.wait(seconds)
             try:
                 update()
-                delay, warned = seconds, False
+                warned = False
             except Exception as error:  # noqa: BLE001 - no display may harm a stage
-                delay = BACKOFF * seconds
                 if not warned:
                     _warn(what, error)
                 warned = True

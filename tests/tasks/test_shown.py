@@ -151,7 +151,6 @@ def test_a_server_that_is_gone_is_one_warning_and_harms_no_stage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(artifacts, "get_run_logger", logging.getLogger)
-    monkeypatch.setattr(artifacts, "BACKOFF", 0)
     tried = threading.Semaphore(0)
 
     def update() -> None:

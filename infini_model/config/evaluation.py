@@ -14,7 +14,6 @@ Percent = Annotated[float, Field(ge=0.0, le=100.0)]
 EvaluationTaskName = Literal[
     "loss",
     "loss_by_position",
-    "likelihood_bound",
     "passkey",
     "lm_eval",
     "sample",
@@ -29,15 +28,6 @@ class LossByPositionConfig(Section):
     (default) is the number of segments of packing.context_length."""
     max_documents: AtLeastTwo = 64
     """Documents to score: a fixed sample of those that are long enough."""
-
-
-class LikelihoodBoundConfig(Section):
-    """The task likelihood_bound: what masked diffusion bounds, estimated by Monte Carlo."""
-
-    max_windows: PositiveInt = 16
-    """Windows of the split to score."""
-    draws: AtLeastTwo = 128
-    """Draws of the noise per window, spread evenly over the numbers of masks."""
 
 
 class LmEvalConfig(Section):
@@ -114,7 +104,6 @@ class EvaluationConfig(Section):
     tasks: NonEmptyList[EvaluationTaskName] = ["loss", "loss_by_position", "sample"]
     """What the evaluate stage measures, in the order of the report."""
     loss_by_position: LossByPositionConfig = LossByPositionConfig()
-    likelihood_bound: LikelihoodBoundConfig = LikelihoodBoundConfig()
     lm_eval: LmEvalConfig = LmEvalConfig()
     passkey: PasskeyConfig = PasskeyConfig()
     sample: SampleConfig = SampleConfig()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,22 +163,6 @@ class EvalContext:
         by_source = {} if "" in parts else parts
         self._scores[key] = score._replace(tokens=tokens, by_source=by_source)
         return self._scores[key]
-
-    def score_draws(self, split: Split, max_windows: int, draws: int) -> Tensor:
-        """Loss sums and target counts of windows over `draws` draws of the objective's noise.
-
-        The windows are a sample of at most `max_windows` of the split. [windows, 2] float64.
-        """
-        windows, size = self._windows[split], self.config.evaluation.batch_size
-        rows = []
-        for number in windows.sample(max_windows):
-            total = torch.zeros(2, dtype=torch.float64)
-            for first in range(0, draws, size):
-                keys = number * draws + np.arange(first, min(first + size, draws))
-                batch = windows.gather(np.full(len(keys), number), keys)
-                total += self.scorer.score(batch)[:, :2].sum((0, 2)).cpu()
-            rows.append(total)
-        return torch.stack(rows)
 
     def kept_folder(self, task: str, settings: Mapping[str, object]) -> Path:
         """The folder of the finished parts of a task, named by all that decides the results.

@@ -11,7 +11,6 @@ from infini_model.evaluation.task import EvaluationTask
 TASKS: dict[EvaluationTaskName, str] = {
     "loss": "loss:Loss",
     "loss_by_position": "by_position:LossByPosition",
-    "likelihood_bound": "bound:LikelihoodBound",
     "sample": "sample:Sample",
     "passkey": "passkey:Passkey",
     "lm_eval": "lm_eval:LmEval",

@@ -166,21 +166,9 @@ def test_the_verdict_follows_the_interval_as_it_is_shown(interval, begins):
     assert "-0.0000" not in found
 
 
-def test_a_bound_of_diffusion_has_an_interval_over_windows(made):
-    key, name = "evaluation.likelihood_bound", "evaluation/test_likelihood_bound"
-    few = DIFFUSION | {f"{key}.draws": 4}
-    result = load_task("likelihood_bound").run(made.context(**few))
-    low, high = result.intervals[name]
-    assert low < result.metrics[name] < high
-    assert f"({low:.4f} to {high:.4f})** nats per token" in result.summary[0]
-    alone = load_task("likelihood_bound").run(made.context(**few, **{f"{key}.max_windows": 1}))
-    assert (list(alone.metrics), alone.intervals) == ([name], {})
-
-
 @pytest.mark.parametrize(
     ("task", "overrides", "expected"),
     [
-        ("likelihood_bound", {}, "The model is causal: its loss is the likelihood itself."),
         ("passkey", DIFFUSION, "Not measured: the questions are for a causal model"),
         ("loss_by_position", {"packing.context_length": 8}, "A window has only one segment"),
     ],

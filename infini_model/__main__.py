@@ -27,6 +27,7 @@ from infini_model.data.sources.files import Listing
 from infini_model.data.sources.listing import list_sources, using_raw_files
 from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.records import read_record
+from infini_model.runtime.runs import read_run
 from infini_model.runtime.stage_protocol import ERROR, RESULT, write_message, write_progress
 from infini_model.training.initial_weights import find_initial_weights, record_initial_weights
 
@@ -100,13 +101,16 @@ def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     # Imported here, as they import torch, which takes seconds.
     from infini_model.evaluation.mlflow import log_evaluation
     from infini_model.evaluation.report import evaluate_run
-    from infini_model.training.trackers import send_evaluation
+    from infini_model.training.trackers import send_evaluation, trackers_of
 
+    trackers = trackers_of(arguments.run_dir, config)
     download_shards(arguments.dataset)
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
     log_evaluation(arguments.run_dir, arguments.dataset, config, result)
-    is_finished = result.step >= result.last_step
-    send_evaluation(arguments.run_dir, config, result.step, result.metrics, is_finished=is_finished)
+    # An interrupted run has more to send first, and scores on other data are not the run's.
+    is_own = result.dataset_key == read_run(arguments.run_dir).dataset_key
+    if result.step >= result.last_step and is_own:
+        send_evaluation(trackers, result.step, result.metrics)
     return result.model_dump(mode="json")
 
 

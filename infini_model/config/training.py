@@ -262,7 +262,7 @@ class ProfileConfig(Section):
     start: Annotated[int, Field(ge=2, le=MOST)] = 20
     """First step; the one before it warms the profiler up."""
     steps: Annotated[int, Field(ge=1, le=100)] = 3
-    """Number of steps."""
+    """Number of steps; fewer if a validation or a checkpoint comes between."""
 
 
 class LoggingConfig(Section):

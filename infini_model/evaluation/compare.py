@@ -109,7 +109,7 @@ class ComparedRun(NamedTuple):
             "context length": f"{config.packing.context_length:,}",
             "way of packing": config.packing.mode,
             "number of scored windows": str(settings["max_windows"] or "all"),
-            "text": text,
+            **({"text": text} if text else {}),
         }
         return cls(
             run_dir=run_dir,
@@ -268,8 +268,8 @@ def _groups(runs: Sequence[ComparedRun], differing: Mapping[str, list[str | None
 
 def _cut_alike(run: ComparedRun, other: ComparedRun | None) -> bool:
     """Return True unless the tokenizers of two runs are known to differ."""
-    own = run.context.get("tokenizer")
-    return other is None or own == other.context.get("tokenizer", own)
+    known = {each.context.get("tokenizer") for each in (run, other) if each is not None}
+    return len(known - {None}) < 2
 
 
 def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun) -> str:
@@ -295,7 +295,7 @@ def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun
             if each.context["dataset"] != each.context["evaluated dataset"]:
                 return f"{each.name} is evaluated on another dataset"
     tokens, those = (int(each.results.get("tokens", 0)) for each in (run, other))
-    if abs(tokens - those) > SAME_TOKENS * those:
+    if alike and abs(tokens - those) > SAME_TOKENS * those:
         return f"its number of training tokens is {tokens:,}, that of {other.name} {those:,}"
     if run.seed not in base:
         return f"no evaluated run with the settings of {first.name} has its seed, {run.seed}"

@@ -24,7 +24,7 @@ from infini_model.runtime.runs import CHECKPOINTS, MODEL, VALIDATION_LOSS
 from infini_model.runtime.storage import MANIFEST, is_locked, sha256
 from infini_model.training.checkpoint import read_state
 from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
-from infini_model.training.profiling import profile_files
+from infini_model.training.profiling import FOLDER, profile_files
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -60,7 +60,7 @@ def log_evaluation(
         elif not is_locked(run_dir / CHECKPOINTS / ".lock"):
             sink.correct_status("KILLED")
         target = _record_of(sink, config, result)
-        for file in (result.report, result.html, *result.plots, *profile_files(run_dir)):
+        for file in (result.report, result.html, *result.plots):
             folder = file.relative_to(run_dir).parent.as_posix()
             sink.client.log_artifact(target, str(file), None if folder == "." else folder)
         model = None
@@ -74,8 +74,12 @@ def log_evaluation(
         sink.client.log_batch(target, metrics=metrics)
         if target != sink.run_id:
             sink.client.set_terminated(target, "FINISHED")
+            return
         if model is not None and config.tracking.registered_model is not None:
             register_model(sink, config.tracking.registered_model, model, result)
+        # They are large, and MLflow may refuse them.
+        for file in profile_files(run_dir):
+            sink.client.log_artifact(target, str(file), FOLDER)
     except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
         log.warning(
             "cannot log the results to MLflow (%s); they are in %s", error_summary(error), run_dir

@@ -50,7 +50,7 @@ STATE = "state.json"
 RECORDS = frozenset(
     {
         *("config.yaml", RUN, "metrics.jsonl", EVALUATION, "recovery.json"),
-        *(INITIAL_WEIGHTS, "logs/mlflow.json"),
+        *(INITIAL_WEIGHTS, "logs/mlflow.json", "logs/wandb.json", "logs/trackio.json"),
     }
 )
 OF_THIS_MACHINE = frozenset({CHECKPOINTS, "heartbeats", "waiting"})

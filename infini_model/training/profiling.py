@@ -48,7 +48,8 @@ class Profiler(Callback):
         self._setup, self._expect_long_work = setup, expect_long_work
         self._is_cuda = setup.world.device.type == "cuda"
         self._profile: profile | None = None
-        self._done = 0
+        # The newest step that has begun.
+        self._step = 0
 
     def on_start(self, step: int) -> None:
         """Warn if it is too late for these steps."""
@@ -61,20 +62,27 @@ class Profiler(Callback):
 
     def before_step(self, number: int) -> None:
         """Start before the step that warms up, and write after the last one."""
-        if self._profile is None and number == self._first - 1:
+        if number == self._first + self._count:
+            self._stop()
+        elif number == self._first - 1:
             self._start()
         elif self._profile is not None:
-            if self._is_cuda:
-                torch.cuda.synchronize(self._setup.world.device)
-            self._done = number - 1
+            self._synchronize()
             self._profile.step()
-        if number == self._first + self._count:
+        self._step = number
+
+    def expect_long_work(self) -> None:
+        """Write what there is before a validation or a checkpoint, which are no part of a step."""
+        if self._step >= self._first:
             self._stop()
 
     def on_end(self, status: Status) -> None:  # noqa: ARG002
         """Write what there is if the training ends among these steps."""
-        self._done += 1
         self._stop()
+
+    def _synchronize(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._setup.world.device)
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -92,13 +100,14 @@ class Profiler(Callback):
     def _stop(self) -> None:
         stopped, self._profile = self._profile, None
         if stopped is not None:
+            self._expect_long_work()
+            self._synchronize()
             stopped.stop()
             if self._is_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, found: profile) -> None:
         """Write the files of this rank; what cannot be written is a warning."""
-        self._expect_long_work()
         world, folder = self._setup.world, self._setup.run_dir / FOLDER
         try:
             with atomic_file(folder / f"rank-{world.rank}.json.gz") as temporary:
@@ -114,8 +123,8 @@ class Profiler(Callback):
                     sort_by=f"self_{world.device.type}_time_total", row_limit=OPERATORS_SHOWN
                 )
                 with atomic_file(self._setup.run_dir / OPERATORS) as temporary:
-                    title = f"Steps {self._first} to {self._done}, rank 0"
+                    title = f"Steps {self._first} to {self._step}, rank 0"
                     temporary.write_text(f"{title}\n{dearest}\n", encoding="utf-8")
-                log.info("Profile of steps %d to %d: %s", self._first, self._done, folder)
+                log.info("Profile of steps %d to %d: %s", self._first, self._step, folder)
         except (OSError, RuntimeError, UserError) as error:
             log.warning("cannot write the profile: %s", error)

@@ -17,8 +17,7 @@ from typing import Any
 from infini_model.config import Config, leaves
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.metrics_file import Line, metrics_of, read_metrics
-from infini_model.runtime.runs import CHECKPOINTS
-from infini_model.runtime.storage import is_locked, make_folder, read_json_or_empty, write_json
+from infini_model.runtime.storage import make_folder, read_json_or_empty, write_json
 from infini_model.training.callbacks import Status
 from infini_model.training.mlflow_record import error_summary
 
@@ -57,8 +56,13 @@ class Tracker:
         self._send([*self._rows][:-1])
 
     def finish(self, status: Status) -> None:
-        """Send the rest and close the record."""
-        self._send([*self._rows])
+        """Send the rest and close the record.
+
+        The row of the newest step waits in a training that is to be resumed, since the step may
+        still be validated.
+        """
+        if status == "FINISHED":
+            self._send([*self._rows])
         run, self._run = self._run, None
         if self.name == "wandb":
             run.finish(exit_code=0 if status == "FINISHED" else 1)
@@ -81,25 +85,22 @@ class Tracker:
     def _open(self) -> Any:
         """Open the record, and find out which step it lacks first."""
         logs = make_folder(self._run_dir / "logs")
-        path = logs / f"{self.name}.json"
-        record = read_json_or_empty(path)
-        settings: dict[str, Any] = {
-            "name": self._run_dir.name,
-            "config": dict(leaves(self._config.model_dump(mode="json"))),
-        }
+        path, config = logs / f"{self.name}.json", self._config.model_dump(mode="json")
+        record = {"id": uuid.uuid4().hex[:8]} | read_json_or_empty(path)
+        settings: dict[str, Any] = {"config": dict(leaves(config)), "resume": "allow"}
         if self.name == "trackio":
             import trackio
 
-            # It finds a run by its name, which another one may have had before.
+            write_json(path, record)
             run: Any = trackio.init(
                 self._config.tracking.experiment_name,
-                resume="allow" if record else "never",
+                # It finds a run by its name alone.
+                name=f"{self._run_dir.name}-{record['id']}",
                 auto_log_gpu=False,
                 auto_log_cpu=False,
                 **settings,
             )
             self._next = run._next_step  # there is no other way to ask
-            write_json(path, {"name": run.name})
             return run
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -111,12 +112,11 @@ class Tracker:
             finish_timeout=CLOSE_SECONDS,
             finish_timeout_raises=True,
         )
-        record.setdefault("id", uuid.uuid4().hex[:12])
         try:
             run = wandb.init(
                 project=self._config.tracking.wandb,
                 id=record["id"],
-                resume="allow",
+                name=self._run_dir.name,
                 dir=str(logs),
                 settings=options,
                 **settings,
@@ -142,20 +142,16 @@ def trackers_of(run_dir: Path, config: Config) -> list[Tracker]:
     return [Tracker(name, run_dir, config) for name in names]
 
 
-def send_evaluation(
-    run_dir: Path, config: Config, step: int, scores: Mapping[str, float], *, is_finished: bool
-) -> None:
-    """Send the scores of `step`, and what a tracker has missed before; warn of one that is down.
+def send_evaluation(trackers: Sequence[Tracker], step: int, scores: Mapping[str, float]) -> None:
+    """Send the scores of a finished run, and what a tracker has missed; warn of one that is down.
 
-    Does nothing while the run is being trained, whose process has the records open.
+    `step` is the last one of the run.
     """
-    if is_locked(run_dir / CHECKPOINTS / ".lock"):
-        return
-    for tracker in trackers_of(run_dir, config):
+    for tracker in trackers:
         try:
             tracker.export([])
             tracker.score(step, scores)
-            tracker.finish("FINISHED" if is_finished else "KILLED")
+            tracker.finish("FINISHED")
         except Exception as error:  # noqa: BLE001 - the results are in the run folder anyway
             reason = error_summary(error)
             log.warning("cannot send the scores to %s (%s)", tracker.name, reason)

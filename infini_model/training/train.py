@@ -194,6 +194,7 @@ class Trainer:
         """One optimizer step on the next global batch. Re-raises checkpoint writer errors."""
         self.checkpointer.writer.check()
         self._callbacks.call(Callback.before_step, self.step + 1)
+        peak_bytes(self.world.device)  # what was before the step
         began = time.perf_counter()
         after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)

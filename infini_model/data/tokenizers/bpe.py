@@ -259,7 +259,8 @@ class BPETokenizer:
             return 1 if BYTE_TOKEN.fullmatch(text) else len(text.replace("▁", " ").encode())
 
         # A character of byte-level BPE is a byte.
-        is_level = "ByteLevel" in json.dumps(json.loads(self.definition())["decoder"])
+        tree = json.loads(self.definition())
+        is_level = "ByteLevel" in json.dumps([tree["decoder"], tree["pre_tokenizer"]])
         lengths = np.zeros(self.vocab_size, np.int32)
         for text, number in self._reference.get_vocab(with_added_tokens=False).items():
             lengths[number] = len(text) if is_level else length(text)

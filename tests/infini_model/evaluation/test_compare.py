@@ -206,6 +206,12 @@ def test_runs_of_other_tokenizers_are_compared_by_bits_per_byte(seeds, tmp_path)
     assert "The validation loss in bits per byte of " in next(comparison_sentences(comparison))
     assert comparison_rows(comparison)[1]["Bits per byte"] == f"{bits[1]:.4f}"
 
+    # Where the dataset of one of two runs is not to be found, their keys say what they are of.
+    lost = copied(seeds[0], tmp_path / "elsewhere" / "runs" / "lost", run={"seed": 1})
+    record = json.loads((lost / "run.json").read_text())
+    (lost / "run.json").write_text(json.dumps(record | {"dataset": "/nowhere/corpus"}))
+    assert compare([seeds[1], lost]).notes[0].startswith("lost: linear-1 has its settings")
+
     sampled = compare([seeds[0], of_pairs])
     assert sampled.notes == [
         "train: its number of scored windows is all, that of linear-0 4: not compared"

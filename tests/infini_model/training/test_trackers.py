@@ -16,8 +16,6 @@ from wandb_server import WandbServer
 from infini_model.config import dump_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.metrics_file import MetricsFile, read_metrics
-from infini_model.runtime.runs import CHECKPOINTS
-from infini_model.runtime.storage import lock
 from infini_model.training import trackers
 from infini_model.training.trackers import Tracker, send_evaluation, trackers_of
 from infini_model.training.train import train
@@ -83,7 +81,8 @@ class Records:
             ]
         from trackio import SQLiteStorage
 
-        logs = SQLiteStorage.get_logs("trained", run_dir.name)
+        record = json.loads((run_dir / "logs" / "trackio.json").read_text())
+        logs = SQLiteStorage.get_logs("trained", f"{run_dir.name}-{record['id']}")
         return [
             (row["step"], {k: v for k, v in row.items() if k not in ("step", "timestamp")})
             for row in logs
@@ -111,10 +110,7 @@ def test_a_training_arrives_row_by_row_with_its_settings_and_its_scores(
     rows = recorded(tmp_path)
     assert [step for step, _ in rows] == list(range(13))
     assert records.rows(tmp_path) == rows
-    with lock(tmp_path / CHECKPOINTS / ".lock"):
-        # Another process trains the run, and has the record open.
-        send_evaluation(tmp_path, records.config, 12, {"evaluation/loss": 9.0}, is_finished=True)
-    send_evaluation(tmp_path, records.config, 12, {"evaluation/loss": 1.5}, is_finished=True)
+    send_evaluation(trackers_of(tmp_path, records.config), 12, {"evaluation/loss": 1.5})
     found = records.rows(tmp_path)
     assert found[: len(rows)] == rows
     if records.name == "wandb":
@@ -155,6 +151,27 @@ def test_each_step_arrives_once_through_a_kill_and_a_resume(records, tmp_path):
     assert records.rows(tmp_path) == recorded(tmp_path)
 
 
+def test_the_validation_of_an_interrupted_step_arrives_after_the_resume(records, tmp_path):
+    """In the record of this run, though another one has its name."""
+    for run_dir in (tmp_path / "here" / "run-1", tmp_path / "there" / "run-1"):
+        file = MetricsFile(run_dir, None)
+        for step in (1, 2):
+            file.append(step, {"train/loss": 10.0 - step})
+        file.close()
+        tracker = Tracker(records.name, run_dir, records.config)
+        tracker.export([])
+        tracker.finish("KILLED")
+    run_dir = tmp_path / "here" / "run-1"
+    file = MetricsFile(run_dir, 2)
+    file.append(2, {"validation/loss": 5.0})
+    file.append(3, {"train/loss": 7.0})
+    file.close()
+    again = Tracker(records.name, run_dir, records.config)
+    again.export([])
+    again.finish("FINISHED")
+    assert records.rows(run_dir) == recorded(run_dir)
+
+
 def test_a_server_that_comes_back_gets_what_it_missed(server, make_config, tmp_path):
     """Also in the process that could not reach it before, and that could not end its record."""
     records = Records("wandb", server, make_config)
@@ -173,7 +190,7 @@ def test_a_server_that_comes_back_gets_what_it_missed(server, make_config, tmp_p
     with pytest.raises(TimeoutError):
         tracker.finish("FINISHED")
     server.start()
-    send_evaluation(tmp_path, records.config, 6, {}, is_finished=True)
+    send_evaluation(trackers_of(tmp_path, records.config), 6, {})
     assert records.rows(tmp_path) == recorded(tmp_path)
 
 

@@ -17,14 +17,11 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs  # noqa: TID253
 from torch.nn.utils.rnn import pad_sequence
 
 from infini_model.config import SampleConfig
-from infini_model.data.tokenizers.tokenizer import Tokenizer, last_ids
+from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.model.generate import chunk_width, sampling, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
 from infini_model.runtime.errors import UserError
-
-# More tokens than a stop string has bytes, since the text of a token may depend on those before it.
-STOP_CONTEXT = 8
 
 
 def read_settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], SampleConfig]:
@@ -190,16 +187,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             prompts = [prompt[-room:] for prompt in prompts]
         new: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
-        newest = max((len(stop.encode()) for stop in until), default=0) + STOP_CONTEXT
         for tokens in stream(self._model, prompts, settings, self._seed, ends, rows=rows):
             for row in tuple(going):
                 is_end = (token := tokens[row]) is None or token in ends
                 if token is not None and not is_end:
                     new[row].append(token)
-                # A stop string may span several tokens.
-                ids = last_ids(self._text, new[row], newest)
-                end = self._text.decode(ids) if until else ""
-                if is_end or any(stop in end for stop in until):
+                text = self._text.decode(new[row]) if until else ""
+                if is_end or any(stop in text for stop in until):
                     going.remove(row)
             if not going:
                 break

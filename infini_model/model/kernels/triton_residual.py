@@ -114,10 +114,9 @@ def feature_sums(x: Tensor, values: Tensor, scale: Tensor | None, heads: int) ->
     kv = x.new_empty(programs, len(x), heads, 2 * width, width, dtype=torch.float32)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         sums_forward[memories, programs, 2 * tiles](
-            *(with_strides(x), with_strides(values), kv if scale is None else scale, kv),
+            *(with_strides(x), with_strides(values), scale, kv),
             *(heads, x.size(1) // heads, x.size(2), blocks_per_program),
             **constants,
-            SCALED=scale is not None,
             num_warps=8,
         )
     return kv[0] if programs == 1 else kv.sum(dim=0)
@@ -298,7 +297,7 @@ def read_backward(
 def sums_forward(
     x: tl.tuple,
     values: tl.tuple,
-    scale: tl.tensor,
+    scale: tl.tensor | None,
     kv: tl.tensor,
     kv_heads: tl.tensor,
     group: tl.tensor,
@@ -310,7 +309,6 @@ def sums_forward(
     ROWS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    SCALED: tl.constexpr,
 ) -> None:
     """The sums over some blocks of the rows of one memory: a tile of the columns of one half."""
     memory, all_columns = tl.program_id(0), tl.arange(0, WIDTH)
@@ -326,7 +324,7 @@ def sums_forward(
         rows = tl.where(within, tl.where(half == 0, rows, -rows), _MINUS_INFINITY)
         f = tl.exp(rows - tl.max(rows, axis=1)[:, None])
         factor = 1 / tl.sum(f, axis=1)
-        if SCALED:
+        if scale is not None:
             rest = at[2] + tl.arange(0, ROWS)
             start = memory.to(tl.int64) * length
             factor *= tl.load(scale + start + rest, rest < length, other=0.0)

@@ -338,8 +338,6 @@ def shared_bytes(capability, kernel, dtype, dim):
     chosen = residual.row_constants if by_tiles else launch.kernel_constants
     constants = chosen(row, SHARED[capability] << 10)
     del constants["enable_fp_fusion"]
-    if kernel is residual.sums_forward:
-        constants["SCALED"] = True
     types, aligned = dict.fromkeys(kernel.arg_names, "i32"), []
     for at, name in enumerate(kernel.arg_names):
         if name in ROWS:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +18,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.logging import get_run_logger
-from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.utilities.context import get_task_and_flow_run_ids
-from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import TextColumn
-from rich.theme import Theme
 
 from infini_model.runtime.pictures import publish
 from infini_model.runtime.stage_protocol import OnProgress, rate_limited
@@ -156,14 +150,6 @@ ARTIFACT_SECONDS = 1.0
 LOG_SECONDS = 5.0
 
 
-def _terminal() -> Console | None:
-    """The console that Prefect logs to, if it is a terminal: a bar shares it with the log."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, PrefectConsoleHandler) and handler.console.is_terminal:
-            return handler.console
-    return None
-
-
 @contextlib.contextmanager
 def progress(
     name: str, unit: str, *, logged: bool = True, note: Callable[[], str] = lambda: ""
@@ -173,11 +159,7 @@ def progress(
     Prefect's artifact is updated at most once a second, and described by what `note` returns. Pass
     `logged=False` where the log shows the progress already.
     """
-    console, percent = _terminal(), -1.0
-    *columns, remaining = Bar.get_default_columns()
-    columns += [TextColumn(unit), remaining]
-    bar = Bar(*columns, console=console, disable=console is None, transient=True)
-    task, artifact = bar.add_task(name, total=None), LiveArtifact(f"{name}-progress")
+    percent, artifact = -1.0, LiveArtifact(f"{name}-progress")
 
     def log(_done: int, total: int) -> None:
         get_run_logger().info("%.0f%% of %s %s", percent, f"{total:,}", unit)
@@ -186,9 +168,8 @@ def progress(
 
     def show(done: int, total: int) -> None:
         nonlocal percent
-        bar.update(task, completed=done, total=total)
         percent = 100.0 * done / total if total else 100.0
-        if logged and console is None:
+        if logged:
             log_sometimes(done, total)
 
     def update() -> None:
@@ -197,13 +178,5 @@ def progress(
             description = note() or f"{name}: percent of all {unit}"
             artifact.show(ProgressArtifact(progress=float(int(percent)), description=description))
 
-    # Prefect's console has only the styles of its log, none for a bar.
-    with contextlib.nullcontext() if console is None else console.use_theme(Theme()):
-        with contextlib.suppress(OSError):  # The terminal may have been closed.
-            bar.start()
-        try:
-            with updates("progress", update, ARTIFACT_SECONDS):
-                yield show
-        finally:
-            with contextlib.suppress(OSError):
-                bar.stop()
+    with updates("progress", update, ARTIFACT_SECONDS):
+        yield show

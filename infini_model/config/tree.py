@@ -61,7 +61,7 @@ class TrackingConfig(Section):
     """Project of Weights & Biases to record runs in too, which needs the package wandb and a login
     or WANDB_API_KEY; null (default) is none."""
     trackio: bool = False
-    """Whether to record runs in trackio too, in a project called as experiment_name; needs the
+    """Whether to record runs in trackio too, in the project experiment_name; needs the
     package trackio."""
 
     @model_validator(mode="before")

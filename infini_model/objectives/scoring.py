@@ -62,7 +62,7 @@ class Scorer:
 def bits_per_byte(loss: float, size: float) -> float | None:
     """The bits that a loss, summed in nats, is for each of `size` bytes; None without any.
 
-    Unlike the loss per token it does not depend on how a tokenizer cuts a text. That of the tokens
-    which end a text is in it, though they stand for no byte.
+    Unlike the loss per token it does not depend on how a tokenizer cuts a text. The loss of the
+    tokens that end a text is in it, though they are no bytes.
     """
     return loss / (math.log(2.0) * size) if size else None

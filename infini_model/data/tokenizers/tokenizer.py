@@ -80,7 +80,7 @@ class Tokenizer(Protocol):
         """
 
     def byte_lengths(self) -> np.ndarray:
-        """The bytes of UTF-8 that each token stands for, int32 [vocab_size]; 0 if it is special."""
+        """The number of UTF-8 bytes of each token, int32 [vocab_size]; 0 if it is special."""
 
     def same_ids(self, text: memoryview | bytes, ids: np.ndarray) -> bool:
         """Whether the reference implementation gives `ids` for `text`, which is UTF-8."""

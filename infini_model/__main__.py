@@ -27,7 +27,7 @@ from infini_model.data.sources.files import Listing
 from infini_model.data.sources.listing import list_sources, using_raw_files
 from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.records import read_record
-from infini_model.runtime.runs import read_run
+from infini_model.runtime.runs import is_started, read_run
 from infini_model.runtime.stage_protocol import ERROR, RESULT, write_message, write_progress
 from infini_model.training.initial_weights import find_initial_weights, record_initial_weights
 
@@ -108,8 +108,9 @@ def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     result = evaluate_run(arguments.run_dir, arguments.dataset, config, progress=write_progress)
     log_evaluation(arguments.run_dir, arguments.dataset, config, result)
     # An interrupted run has more to send first, and scores on other data are not the run's.
-    is_own = result.dataset_key == read_run(arguments.run_dir).dataset_key
-    if result.step >= result.last_step and is_own:
+    is_claimed = is_started(arguments.run_dir)
+    own = read_run(arguments.run_dir).dataset_key if is_claimed else result.dataset_key
+    if result.step >= result.last_step and result.dataset_key == own:
         send_evaluation(trackers, result.step, result.metrics)
     return result.model_dump(mode="json")
 

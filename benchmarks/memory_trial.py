@@ -22,7 +22,7 @@ from benchmarks.report import environment, run
 from infini_model.config import Config, dump_config, load_config
 from infini_model.data.loading.stream import open_split
 from infini_model.data.manifest import SPLITS
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import CheckpointContext, EvalContext
 from infini_model.evaluation.tasks.by_position import LongDocuments, find_long_documents, measure
 from infini_model.runtime.storage import content_key
 from infini_model.training.__main__ import main as train
@@ -118,7 +118,7 @@ def main() -> None:
         if status := train(where):
             raise SystemExit(status)
         config = load_config(file=options.config)
-        context = EvalContext(options.run_dir, options.dataset, config)
+        context = CheckpointContext(options.run_dir, options.dataset, config)
         print(json.dumps(score(context, options.near)))
 
 

@@ -1,8 +1,9 @@
 """The presets: complete settings to start from, and remedies that apply over any settings.
 
-A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: alone
-it applies over the default preset, else over the others and over a file. `run.preset` records those
-that a configuration started from, as `arxiv-stable`. `???` stands for what only the user can name.
+A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: it
+applies over the others and over a file, and alone, if it changes the training, over the default.
+`run.preset` records those that a configuration started from, as `arxiv-stable`. `???` stands for
+what only the user can name.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def preset_names() -> tuple[str, ...]:
 
 @functools.cache
 def remedy_names() -> tuple[str, ...]:
-    """The presets that change how to train, not the model or the data."""
+    """The presets that change how to train or to evaluate, not the data."""
     return tuple(name for name in preset_names() if "data" not in _read(name))
 
 
@@ -72,9 +73,11 @@ def configure(presets: Iterable[str], overrides: Iterable[str | Mapping[str, Any
 def _layered(presets: Iterable[str], file: Path | None = None) -> dict[str, Any]:
     """The tree of the presets, the file over them and the remedies over both, with its origin."""
     names = list(presets)
-    if names and set(names) <= set(remedy_names()) and file is None:
-        names.insert(0, DEFAULT_PRESET)
     trees = {name: _read(name) for name in names}
+    is_alone = file is None and set(names) <= set(remedy_names())
+    if is_alone and any("training" in tree for tree in trees.values()):
+        names.insert(0, DEFAULT_PRESET)
+        trees[DEFAULT_PRESET] = _read(DEFAULT_PRESET)
     tree: dict[str, Any] = {}
     for name in (each for each in trees if each not in remedy_names()):
         tree = _over(tree, trees[name])

@@ -27,6 +27,7 @@ from infini_model.config.section import (
     NonEmptyList,
     NonNegativeInt,
     PositiveInt,
+    Schedule,
     Section,
     takes,
 )
@@ -301,18 +302,14 @@ class DataConfig(Section):
         return int(number), int(count)
 
 
-def _in_order(schedule: dict[float, int]) -> dict[float, int]:
-    ordered = dict(sorted(schedule.items()))
-    fractions = list(ordered)
-    if not fractions or fractions[0] != 0.0 or fractions[-1] == 1.0:
-        raise ValueError("the first fraction must be 0, and all below 1")
-    for shorter, longer in itertools.pairwise(ordered.values()):
+def _multiples(schedule: dict[float, int]) -> dict[float, int]:
+    for shorter, longer in itertools.pairwise(schedule.values()):
         if longer % shorter:
             raise ValueError(f"{longer} segments are not a multiple of the {shorter} before")
-    return ordered
+    return schedule
 
 
-ContextSchedule = Annotated[dict[Fraction, PositiveInt], AfterValidator(_in_order)]
+ContextSchedule = Annotated[Schedule, AfterValidator(_multiples)]
 
 
 Weight = Annotated[float, Field(ge=0.0, le=MOST)]

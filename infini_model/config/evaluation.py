@@ -44,6 +44,9 @@ class LmEvalConfig(Section):
     keeps it."""
     limit: PositiveInt | None = None
     """Documents of each task to score, the first ones; null scores all."""
+    lengths: NonEmptyList[PositiveInt] | None = None
+    """Tokens of the texts of RULER, which makes 500 of each length with the run's tokenizer;
+    BABILong takes the longest, as 4k for 4096. null (default) is 4096, and 0k."""
 
 
 class PasskeyConfig(Section):
@@ -92,6 +95,15 @@ class SampleConfig(Section):
     unmasking: UnmaskingConfig = UnmaskingConfig()
 
 
+class DuringConfig(Section):
+    """What is measured while the model trains, on the first process."""
+
+    tasks: list[Literal["loss_by_position", "passkey", "lm_eval"]] = []
+    """Tasks whose metrics are recorded at these steps, with the settings below."""
+    steps: PositiveInt = 500
+    """Steps between them, a multiple of logging.eval_steps."""
+
+
 class EvaluationConfig(Section):
     """What is scored, and what the report contains."""
 
@@ -103,6 +115,7 @@ class EvaluationConfig(Section):
     """Windows, or requests of lm_eval, per batch in the evaluate stage."""
     tasks: NonEmptyList[EvaluationTaskName] = ["loss", "loss_by_position", "sample"]
     """What the evaluate stage measures, in the order of the report."""
+    during: DuringConfig = DuringConfig()
     loss_by_position: LossByPositionConfig = LossByPositionConfig()
     lm_eval: LmEvalConfig = LmEvalConfig()
     passkey: PasskeyConfig = PasskeyConfig()

@@ -163,7 +163,7 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
         for name in ModelConfig.model_fields.keys() - BESIDE_INITIAL_WEIGHTS:
             merged.pop(name, None)
     for key, value in change.items():
-        below = None if key == "context_schedule" else merged.get(key)
+        below = None if key.endswith("_schedule") else merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(below, value)
         else:

@@ -19,6 +19,17 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 NonEmptyList = Annotated[list[T], Field(min_length=1)]
 
 
+def _in_order(schedule: dict[float, int]) -> dict[float, int]:
+    fractions = sorted(schedule)
+    if not fractions or fractions[0] != 0.0 or fractions[-1] == 1.0:
+        raise ValueError("the first fraction must be 0, and all below 1")
+    return {fraction: schedule[fraction] for fraction in fractions}
+
+
+# What holds from a fraction of a training's steps on, in their order.
+Schedule = Annotated[dict[Fraction, PositiveInt], AfterValidator(_in_order)]
+
+
 class Section(BaseModel):
     """Part of the tree: immutable, without unknown keys, all numbers finite.
 

@@ -5,7 +5,9 @@ They are named after Hugging Face's `TrainingArguments`.
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
@@ -18,6 +20,7 @@ from infini_model.config.section import (
     Fraction,
     NonNegativeInt,
     PositiveInt,
+    Schedule,
     Section,
     takes,
 )
@@ -110,6 +113,9 @@ class TrainingConfig(Section):
     gradient_accumulation_steps × processes."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches accumulated per optimizer step."""
+    batch_schedule: Schedule | None = None
+    """Global batches that a step takes from a fraction of the steps on, such as {0: 1, 0.25: 2,
+    0.5: 4}; the learning rate keeps its own schedule. null (default) is one throughout."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon (Liu et al., arXiv 2502.16982), which makes the steps of the layers' matrices
     orthogonal, keeps one moment of them where AdamW keeps two, and leaves the rest to AdamW;
@@ -160,6 +166,22 @@ class TrainingConfig(Section):
         if self.max_steps is None:
             raise ValueError("training.epochs is converted to steps when training starts")
         return self.max_steps
+
+    def batches_by(self, step: int) -> int:
+        """Count the global batches that the first `step` steps take."""
+        schedule = self.batch_schedule or {0.0: 1}
+        starts = [math.ceil(fraction * self.total_steps) for fraction in schedule]
+        phases = zip(schedule.values(), starts, [*starts[1:], step], strict=True)
+        return sum(count * max(0, min(step, end) - start) for count, start, end in phases)
+
+    def steps_of(self, batches: int, first: int = 0) -> int:
+        """The least total of steps that take so many global batches after the `first` steps."""
+
+        def taken(total: int) -> int:
+            whole = self.updated(max_steps=total)
+            return whole.batches_by(total) - whole.batches_by(first)
+
+        return bisect_left(range(first + max(batches, 0) + 1), batches, key=taken)
 
     def conflicts(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None):
@@ -272,6 +294,9 @@ class LoggingConfig(Section):
     """Steps between log lines."""
     eval_steps: PositiveInt = 50
     """Steps between validations."""
+    sample_steps: PositiveInt | None = None
+    """Steps between samples in the log, a multiple of eval_steps: a held-out document, continued
+    with the settings of evaluation.sample; null (default) is none."""
     tensorboard_dir: LocalFolder | None = None
     """Folder for TensorBoard files; null (default) is logs/tensorboard in the run folder."""
     profile: ProfileConfig | None = None

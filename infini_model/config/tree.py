@@ -221,8 +221,19 @@ class Config(Section):
         yield from self._conflicts_with_the_sources()
         yield from self._conflicts_with_the_weights()
         yield from self._conflicts_with_the_objective()
+        yield from self._conflicts_while_training()
         if self.launch.num_nodes > 1 and self.run.name is None:
             yield "launch.num_nodes over 1 needs run.name, the same on every machine"
+
+    def _conflicts_while_training(self) -> Iterator[str]:
+        during, every = self.evaluation.during, {"logging.sample_steps": self.logging.sample_steps}
+        every["evaluation.during.steps"] = during.steps if during.tasks else None
+        between = self.logging.eval_steps
+        for key, steps in every.items():
+            if steps is not None and steps % between:
+                yield f"{key}: {steps} is not a multiple of logging.eval_steps {between}"
+            if steps is not None and self.launch.strategy != "ddp":
+                yield f"{key}: needs launch.strategy=ddp, under which a process has all weights"
 
     def _conflicts_with_the_weights(self) -> Iterator[str]:
         model = self.model

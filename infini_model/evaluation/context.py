@@ -1,10 +1,11 @@
-"""What evaluation tasks work with: a trained model, held-out splits, and the kept results."""
+"""What evaluation tasks work with: a model, held-out splits, and the kept results."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from infini_model.data.loading.windows import Windows, open_windows, validation_
 from infini_model.data.manifest import Manifest, Split, read_manifest
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.model.layers import Part
+from infini_model.model.llama import InfiniLlama
 from infini_model.objectives import make_objective
 from infini_model.objectives.objective import LossModule
 from infini_model.objectives.scoring import Scorer, bits_per_byte
@@ -84,50 +86,45 @@ def kept_or_computed(folder: Path, part: str, compute: Callable[[], Any]) -> Any
 
 
 class EvalContext:
-    """The newest checkpoint of a run and the held-out splits, scored as in training.
+    """A model and the held-out splits of a dataset, scored as in training.
 
     Attributes:
-        position: The training state of the checkpoint.
-        model: The model in eval mode, on the device of `launch.gpus`.
+        name: What is evaluated, for messages.
+        model: The model in eval mode.
+        weights_key: Key of its weights, for results that are kept.
+        folder: Where results are kept, and plots written.
         scorer: Scores batches, also those that a task makes itself.
-        planned_steps: Optimizer steps for which the run was planned.
-        last_step: The step with which it ends, an earlier one after early stopping.
-        on_windows: Called after each scored batch with its number of windows.
+        on_windows: Called after each scored batch with its number of windows, which is 0 for parts
+            of what is counted later.
     """
 
-    def __init__(self, run_dir: Path, dataset_dir: Path, config: Config) -> None:
-        """Load the model.
-
-        Raises `CheckpointError` if there is no checkpoint, or its vocabulary is too small;
-        `DataError` if the folder is not a dataset, or is damaged; `ConfigError` if the weights of a
-        LoRA run are gone; `DeviceError` as `load_model`.
-        """
-        checkpoint = newest_checkpoint(run_dir)
-        if checkpoint is None:
-            raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
-        self.run_dir, self.dataset_dir, self.config = run_dir, dataset_dir, config
-        self.checkpoint, self.position = checkpoint, read_state(checkpoint)
-        self.planned_steps = int(self.position.config["training"]["max_steps"])
-        recorded = read_run(run_dir).max_steps if is_started(run_dir) else None
-        self.last_step, self.plots_dir = recorded or self.planned_steps, run_dir / "plots"
+    def __init__(
+        self,
+        run_dir: Path,
+        dataset_dir: Path,
+        config: Config,
+        model: InfiniLlama,
+        windows: Callable[[Split], Windows],
+        *,
+        name: str,
+        weights_key: str,
+        folder: Path,
+    ) -> None:
+        """`windows` opens those of a split. Raises `DataError` if it is not a dataset."""
+        self.run_dir, self.dataset_dir, self.config, self.model = (
+            run_dir,
+            dataset_dir,
+            config,
+            model,
+        )
+        self.name, self.weights_key, self.folder = name, weights_key, folder
+        self.plots_dir = folder / "plots"
         self.manifest: Manifest = read_manifest(dataset_dir)
-        self.model = load_model(checkpoint / MODEL, config)
-        entries, needed = self.model.lm_head.out_features, self.manifest.tokenizer.vocab_size
-        if entries < needed:
-            raise CheckpointError(
-                f"{checkpoint}: the model's vocabulary size is {entries}, the dataset "
-                f"{dataset_dir} needs {needed}"
-            )
-        module = LossModule(self.model, make_objective(config.updated(model=self.model.config)))
-        device, tokenizer = self.model.lm_head.weight.device, load_dataset_tokenizer(dataset_dir)
-        self.scorer = Scorer(module, self.model.precision, device, tokenizer.byte_lengths())
-        self._windows: dict[Split, Windows] = {
-            split: open_windows(
-                dataset_dir, split, config.packing, self.model.config.segment_length
-            )
-            for split in HELD_OUT
-            if self.manifest.splits[split].tokens
-        }
+        module = LossModule(model, make_objective(config.updated(model=model.config)))
+        device, tokenizer = model.lm_head.weight.device, load_dataset_tokenizer(dataset_dir)
+        self.scorer = Scorer(module, model.precision, device, tokenizer.byte_lengths())
+        held_out = [split for split in HELD_OUT if self.manifest.splits[split].tokens]
+        self._windows = {split: windows(split) for split in held_out}
         self._scores: dict[Pass, Score] = {}
         self.on_windows: Callable[[int], None] = lambda windows: None  # noqa: ARG005
 
@@ -158,7 +155,7 @@ class EvalContext:
         parts = dict(zip(windows.sources, map(_score, sizes, totals), strict=True))
         score = _score(sum(sizes), windows.add_sources(totals, settings.max_windows))
         if score.loss is not None and not math.isfinite(score.loss):
-            raise CheckpointError(f"{self.checkpoint}: the {split} loss is {score.loss}")
+            raise CheckpointError(f"{self.name}: the {split} loss is {score.loss}")
         tokens = sum(part.tokens for part in parts.values())
         by_source = {} if "" in parts else parts
         self._scores[key] = score._replace(tokens=tokens, by_source=by_source)
@@ -171,7 +168,7 @@ class EvalContext:
         """
         key = content_key(
             {
-                "checkpoint": sha256(self.checkpoint / MANIFEST),
+                "checkpoint": self.weights_key,
                 "dataset": self.manifest.key,
                 "packing": self.config.packing.model_dump(mode="json"),
                 "settings": settings,
@@ -179,4 +176,45 @@ class EvalContext:
                 "version": RESULTS_VERSION,
             }
         )
-        return self.run_dir / "evaluation" / f"{task}-{key[:16]}"
+        return self.folder / "evaluation" / f"{task}-{key[:16]}"
+
+
+class CheckpointContext(EvalContext):
+    """The newest checkpoint of a run, its model on the device of `launch.gpus`.
+
+    Attributes:
+        checkpoint: Its folder.
+        position: The training state of the checkpoint.
+        planned_steps: Optimizer steps for which the run was planned.
+        last_step: The step with which it ends, an earlier one after early stopping.
+    """
+
+    def __init__(self, run_dir: Path, dataset_dir: Path, config: Config) -> None:
+        """Load the model.
+
+        Raises `CheckpointError` if there is no checkpoint, or its vocabulary is too small;
+        `DataError` if the folder is not a dataset, or is damaged; `ConfigError` if the weights of a
+        LoRA run are gone; `DeviceError` as `load_model`.
+        """
+        checkpoint = newest_checkpoint(run_dir)
+        if checkpoint is None:
+            raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
+        self.checkpoint, self.position = checkpoint, read_state(checkpoint)
+        self.planned_steps = int(self.position.config["training"]["max_steps"])
+        recorded = read_run(run_dir).max_steps if is_started(run_dir) else None
+        self.last_step = recorded or self.planned_steps
+        needed = read_manifest(dataset_dir).tokenizer.vocab_size
+        model = load_model(checkpoint / MODEL, config)
+        if (entries := model.lm_head.out_features) < needed:
+            raise CheckpointError(
+                f"{checkpoint}: the model's vocabulary size is {entries}, the dataset "
+                f"{dataset_dir} needs {needed}"
+            )
+        length = model.config.segment_length
+        super().__init__(
+            *(run_dir, dataset_dir, config, model),
+            partial(open_windows, dataset_dir, config=config.packing, segment_length=length),
+            name=str(checkpoint),
+            weights_key=sha256(checkpoint / MANIFEST),
+            folder=run_dir,
+        )

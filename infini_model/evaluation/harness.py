@@ -8,7 +8,7 @@ depends on its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     """A causal model as the harness sees it, which splits texts as it does for any model."""
 
     def __init__(
-        self, model: InfiniLlama, tokenizer: Tokenizer, *, batch_size: int, seed: int = 0
+        self,
+        model: InfiniLlama,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Answer in the model's precision; `seed` is that of the sampling."""
+        """Answer in the model's precision; `seed` is that of the sampling.
+
+        `on_batch` is called after each batch of requests.
+        """
         super().__init__()
+        self._on_batch = on_batch
         self._model, self._text = model, tokenizer
         self._batch_size, self._seed = batch_size, seed
 
@@ -101,6 +111,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             for number, total, greedy in zip(numbers, *self._score_batch(*read), strict=True):
                 before, was_greedy = found[number]
                 found[number] = (before + total, was_greedy and greedy)
+            self._on_batch()
         return found
 
     def _windows(
@@ -166,6 +177,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         for batch in order.get_batched(n=self._batch_size):
             numbers, prompts = zip(*(each[:2] for each in batch), strict=True)
             texts += self._continue(prompts, numbers, *batch[0][2:])
+            self._on_batch()
         ordered: list[str] = order.get_original(texts)
         return ordered
 

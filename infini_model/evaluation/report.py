@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infini_model.config import Config
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import CheckpointContext, EvalContext
 from infini_model.evaluation.pages import bullets, estimate, fenced, images, table, write_pages
 from infini_model.evaluation.plots import plot_training
 from infini_model.evaluation.task import EvaluationTask, TaskResult
@@ -75,13 +75,13 @@ def evaluate_run(
     is one made with the run's tokenizer; `progress` is called with the number of windows scored and
     the total.
 
-    Raises `CheckpointError` if there are no metrics or the loss is not finite, what `EvalContext`
-    does, and the `UserError` of a task, before another is scored.
+    Raises `CheckpointError` if there are no metrics or the loss is not finite, what
+    `CheckpointContext` does, and the `UserError` of a task, before another is scored.
     """
     lines = read_metrics(run_dir)
     if not lines:
         raise CheckpointError(f"{run_dir / 'metrics.jsonl'}: no metrics found; train first")
-    context = EvalContext(run_dir, dataset_dir, config)
+    context = CheckpointContext(run_dir, dataset_dir, config)
     tasks = {name: load_task(name) for name in config.evaluation.tasks}
     for task in tasks.values():
         task.check(context)
@@ -127,7 +127,7 @@ def _report_progress(
 
 
 def _text(
-    context: EvalContext,
+    context: CheckpointContext,
     titled: Sequence[tuple[str, TaskResult]],
     curves: Mapping[str, Path],
     lines: Sequence[Line],
@@ -165,7 +165,7 @@ def _text(
     return "\n\n".join([*sections, "## Reproduce", commands]) + "\n"
 
 
-def _trained(context: EvalContext) -> str:
+def _trained(context: CheckpointContext) -> str:
     """What was trained, for how long, and on what."""
     position, config = context.position, context.config
     parameters = _parameters(context.model)
@@ -190,7 +190,7 @@ def _parameters(model: InfiniLlama) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
 
 
-def _model_section(context: EvalContext, lines: Sequence[Line]) -> str:
+def _model_section(context: CheckpointContext, lines: Sequence[Line]) -> str:
     """A table of the model and its dataset."""
     model, config, manifest = context.model, context.config, context.manifest
     position, shape = context.position, model.config

@@ -116,6 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported late, as torch takes seconds to load: configuration errors are reported at once.
         from infini_model.training.train import train
 
+        if config.logging.sample_steps is not None or config.evaluation.during.tasks:
+            from infini_model.evaluation.during import Measurements
+
+            callbacks.append(Measurements())
+
         outcome = train(config, arguments.dataset, arguments.run_dir, callbacks)
     except Exception as error:  # noqa: BLE001 - the one place that reports every failure
         return _report_failure(error, rank)

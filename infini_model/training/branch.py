@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from infini_model.config import Config, PackingConfig
+from infini_model.config import Config, PackingConfig, TrainingConfig
 from infini_model.data.loading.loader import Origin, make_phases, read_by_source
 from infini_model.data.loading.windows import Windows
 from infini_model.data.manifest import Manifest
@@ -33,6 +33,7 @@ def begin_state(
             f"than that of {manifest.folder_name}"
         )
     before = PackingConfig.model_validate(parent.config["packing"])
+    training = TrainingConfig.model_validate(parent.config["training"])
     origin = Origin(parent.step)
     is_continued = (parent.dataset_key, parent.seed) == (manifest.key, config.run.seed)
     if is_continued and _windows_of(before) == _windows_of(config.packing):
@@ -40,7 +41,7 @@ def begin_state(
             windows,
             before,
             config.model.segment_length,
-            total_steps=int(parent.config["training"]["max_steps"]),
+            training,
             global_batch=parent.global_batch or 1,
             origin=parent.origin,
         )

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, TypeVarTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from infini_model.training.train import Trainer
+
 # How a training ended, in MLflow's words.
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Arguments = TypeVarTuple("Arguments")
@@ -36,7 +38,8 @@ class Step:
         learning_rate: Learning rate of the matrices.
         loss_scale: Loss scale in fp16 after the step; None in other precisions.
         overflowed: Whether gradients overflowed in fp16, so that the update was skipped.
-        first_window: Windows read before the global batch, over all ranks.
+        first_window: Windows read before those of the step, over all ranks.
+        windows_read: Windows read with them.
         peak_bytes: Most memory that this rank held at once during the step, on a GPU that of its
             tensors, on the CPU that of the process; None where the platform does not say.
         seconds: Wall-clock time of the step.
@@ -53,6 +56,7 @@ class Step:
     loss_scale: float | None
     overflowed: bool
     first_window: int
+    windows_read: int
     peak_bytes: int | None
     seconds: float
     wait_seconds: float
@@ -88,6 +92,9 @@ class Evaluation:
 
 class Callback:
     """Base class whose hooks do nothing."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """The trainer is made that will call the other hooks."""
 
     def on_start(self, step: int) -> None:
         """The training starts, or resumes after `step` steps."""
@@ -155,11 +162,12 @@ class Callbacks:
         metrics = {name: v for each in self.members for name, v in each.metrics(step).items()}
         self.call(Callback.after_step, step, metrics)
 
-    def finish_evaluation(self, evaluation: Evaluation) -> None:
-        """As `finish_step`, with `evaluation_metrics` and `after_evaluation`."""
-        found = (each.evaluation_metrics(evaluation) for each in self.members)
+    def finish_evaluation(self, evaluation: Evaluation, is_stopped: Callable[[], bool]) -> None:
+        """As `finish_step`, with `evaluation_metrics` and, unless stopped, `after_evaluation`."""
+        found = [each.evaluation_metrics(evaluation) for each in self.members]
         metrics = {name: value for each in found for name, value in each.items()}
-        self.call(Callback.after_evaluation, evaluation, metrics)
+        if not is_stopped():
+            self.call(Callback.after_evaluation, evaluation, metrics)
 
     def end(self, status: Status) -> None:
         """Call `on_end` of all members; an error in one is logged and keeps none from ending."""

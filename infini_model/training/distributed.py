@@ -31,9 +31,9 @@ T = TypeVar("T")
 # What the ranks do together, and when: besides what decides the weights.
 TOGETHER: dict[str, set[str]] = {
     "launch": {"strategy", "gradient_checkpointing", "deterministic"},
-    "logging": {"logging_steps", "eval_steps", "debug"},
+    "logging": {"logging_steps", "eval_steps", "sample_steps", "debug"},
     "checkpoint": {"save_steps"},
-    "evaluation": {"max_windows"},
+    "evaluation": {"max_windows", "during"},
 }
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from infini_model.data.loading.coverage import Coverage, measure_coverage
-from infini_model.data.loading.loader import Origin
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import RULES
 from infini_model.runtime.errors import DeviceError
@@ -66,14 +65,16 @@ log = logging.getLogger(__name__)
 class Recorder(Callback):
     """Writes a line of `metrics.jsonl` per step and per evaluation, on rank 0."""
 
-    def __init__(self, file: MetricsFile) -> None:
-        self._file = file
+    def __init__(self, file: MetricsFile, context_length: int) -> None:
+        """`context_length` is the number of tokens of a window."""
+        self._file, self._context_length = file, context_length
         self._stall_seconds: float | None = None
 
     def metrics(self, step: Step) -> dict[str, float]:
         values = {
             "train/loss": step.loss,
             "train/learning_rate": step.learning_rate,
+            "train/tokens": float(step.windows_read * self._context_length),
             "train/tokens_per_second": step.targets / step.seconds,
             "train/step_seconds": step.seconds,
             "train/data_wait_seconds": step.wait_seconds,
@@ -257,7 +258,6 @@ class Console(Callback):
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         if not step.logged:
             return
-        read = step.first_window + self._setup.plan.global_batch
         # At the average pace, including validation and checkpoints: 1:05:30.
         pace = (time.monotonic() - self._began) / (step.number - self._began_at)
         minutes, seconds = divmod(round(pace * (step.total - step.number)), 60)
@@ -266,7 +266,7 @@ class Console(Callback):
         log.info(
             "Step [%d/%d] | Loss: %.4f | LR: %.2e | Grad Norm: %.4f | Epoch: %.2f | ETA: %s",
             *(step.number, step.total, step.loss, step.learning_rate, step.grad_norm),
-            *(read / len(self._setup.windows("train")), left),
+            *(step.windows_read / len(self._setup.windows("train")), left),
         )
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
@@ -283,9 +283,8 @@ class Console(Callback):
 class SpikeWarning(Callback):
     """Warns once of a loss far above the preceding ones, and begins anew with it."""
 
-    def __init__(self, global_batch: int) -> None:
-        """`global_batch` is the number of windows of a step."""
-        self._global_batch, self._losses = global_batch, deque[float](maxlen=MOST_LOSSES)
+    def __init__(self) -> None:
+        self._losses = deque[float](maxlen=MOST_LOSSES)
 
     def after_step(self, step: Step, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
         """Compare the loss with the median, by the median absolute deviation but at least 6%."""
@@ -297,7 +296,7 @@ class SpikeWarning(Callback):
                     "Loss spike at step %d: %.4f, the median of the last %d steps is %.4f; "
                     "the step read windows %d to %d of the training",
                     *(step.number, step.loss, len(self._losses), median),
-                    *(step.first_window, step.first_window + self._global_batch - 1),
+                    *(step.first_window, step.windows_read - 1),
                 )
                 self._losses.clear()
         self._losses.append(step.loss)
@@ -335,16 +334,15 @@ def _banner(setup: TrainingSetup, coverage: Coverage) -> list[str]:
     total, windows = config.training.total_steps, len(setup.windows("train"))
     sources, layers = setup.windows("train").sources, config.model.num_hidden_layers
     positions = plan.global_batch * config.packing.context_length
-    growth = []
-    if (schedule := config.packing.context_schedule) is not None:
-        at = (start and start.origin) or Origin()
-        begins = [
-            at.step + (phase.first - at.windows_read) // plan.global_batch
-            for phase in setup.loader.phases
-        ]
-        pairs = zip(schedule.values(), begins, strict=True)
-        steps = ", ".join(f"{segments} from step {first}" for segments, first in pairs)
-        growth = [f"Segments of a window: {steps}"]
+    schedules = {
+        "Batches of a step": config.training.batch_schedule,
+        "Segments of a window": config.packing.context_schedule,
+    }
+    growth = [
+        f"{title}: {', '.join(f'{n} from step {math.ceil(at * total)}' for at, n in each.items())}"
+        for title, each in schedules.items()
+        if each is not None
+    ]
     sizes = [(p.numel(), p.requires_grad) for p in setup.model.parameters()]
     count, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
     parameters = f"{count:,}"

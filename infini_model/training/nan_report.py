@@ -49,14 +49,17 @@ def faulty_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def rows_read(setup: TrainingSetup, step: Step) -> list[str]:
     """The documents that this rank read in a step, as lines: the rows of each shard."""
-    windows = setup.loader.windows_at(step.first_window)
-    numbers = setup.loader.numbers(step.first_window).reshape(-1)
-    rows = defaultdict[str, list[str]](list)
+    loader, rows = setup.loader, defaultdict[str, list[str]](list)
+    batches = range(step.first_window, step.windows_read, setup.plan.global_batch)
     try:
-        documents = windows.documents(numbers)
+        documents = {
+            each
+            for first in batches
+            for each in loader.windows_at(first).documents(loader.numbers(first).reshape(-1))
+        }
     except DataError as error:  # of a dataset that is gone by now
         return [str(error)]
-    for shard, row in documents:
+    for shard, row in sorted(documents):
         rows[setup.manifest.splits["train"].shards[shard].file].append(str(row))
     return [f"  • train/{file}: rows {', '.join(each)}" for file, each in rows.items()]
 

@@ -119,7 +119,9 @@ class TrainingSetup:
     def windows_by(self, step: int) -> int:
         """Count the windows read when `step` steps are taken, unless more batches are skipped."""
         taken, read = (0, 0) if self.start is None else (self.start.step, self.start.windows_read)
-        return read + (step - taken) * self.plan.global_batch
+        training = self.config.training
+        batches = training.batches_by(step) - training.batches_by(taken)
+        return read + batches * self.plan.global_batch
 
     def state(self, step: int, windows_read: int) -> TrainerState:
         """The state after `step` steps, with `windows_read` windows read."""
@@ -183,7 +185,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
             windows("train"),
             config.packing,
             config.model.segment_length,
-            total_steps=config.training.total_steps,
+            config.training,
             global_batch=plan.global_batch,
             origin=None if start is None else start.origin,
         ),
@@ -273,9 +275,9 @@ def resolve(
     fixed = None if start is None else start.global_batch
     plan = BatchPlan.of(config.training, processes, fixed, recovery.micro_batch_divisor)
     if config.training.epochs is not None:
-        origin = (start and start.origin) or Origin()
+        origin, batch = (start and start.origin) or Origin(), plan.global_batch
         left = config.training.epochs * len(windows("train")) - origin.windows_read
-        steps = origin.step + math.ceil(left / plan.global_batch)
+        steps = config.training.steps_of(math.ceil(left / batch), origin.step)
         if start is not None and branches and steps <= start.step:
             raise ConfigError(
                 f"training.epochs: {config.training.epochs:g} end by step {max(0, steps)}, and the "

@@ -49,7 +49,7 @@ class SourceEpochs(Callback):
         """The epochs of each source so far, at a logged step."""
         if not step.logged:
             return {}
-        epochs = self._epochs(step.first_window + self._setup.plan.global_batch)
+        epochs = self._epochs(step.windows_read)
         return {f"train/{name}/epochs": count for name, count in epochs.items()}
 
     def _epochs(self, windows_read: int) -> dict[str, float]:

@@ -163,6 +163,7 @@ class Trainer:
         stopping = self.config.training.early_stopping
         self.early_stopping = None if stopping is None else EarlyStopping(stopping, setup)
         self._callbacks = Callbacks([*callbacks, *default_callbacks(self)])
+        self._callbacks.call(Callback.attach, self)
 
     @property
     def reads_late(self) -> bool:
@@ -198,7 +199,7 @@ class Trainer:
         began = time.perf_counter()
         after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
-        batches = self._next_batches()
+        first_window, batches = self._next_batches()
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
 
         self.optimizer.zero_grad(set_to_none=True)
@@ -234,7 +235,8 @@ class Trainer:
                 number=self.step,
                 total=self.config.training.total_steps,
                 learning_rate=rate,
-                first_window=self.loader.windows_read - self.loader.global_batch,
+                first_window=first_window,
+                windows_read=self.loader.windows_read,
                 wait_seconds=self.loader.wait_seconds,
                 peak_bytes=peak_bytes(self.world.device),
                 logged=self._is_due(self.config.logging.logging_steps),
@@ -254,12 +256,19 @@ class Trainer:
         if not self.reads_late or logging.debug or is_last or self._is_stopped():
             self._read()
 
-    def _next_batches(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch not marked to be skipped."""
-        while self.loader.windows_read in self.setup.recovery.skipped:
-            log.warning("skipping the global batch at window %d", self.loader.windows_read)
-            next(self.loader)
-        return next(self.loader)
+    def _next_batches(self) -> tuple[int, list[Batch]]:
+        """The windows read before the next step, and this rank's micro-batches of it.
+
+        A step takes as many global batches as `training.batch_schedule` says, after those that are
+        marked to be skipped.
+        """
+        training = self.config.training
+        count = training.batches_by(self.step + 1) - training.batches_by(self.step)
+        while (first := self.loader.windows_read) in self.setup.recovery.skipped:
+            log.warning("skipping the batch at window %d", first)
+            for _ in range(count):
+                next(self.loader)
+        return first, [batch for _ in range(count) for batch in next(self.loader)]
 
     def _read(self) -> None:
         """Read what the last launched step found, and record it, unless that has been done."""
@@ -300,7 +309,7 @@ class Trainer:
             return
         self.expect_long_work()
         self.setup.model.eval()
-        totals = validate_split(self.setup, split, self._check_stop_between_batches)
+        totals = validate_split(self.setup, split, self.check_stop)
         if totals is not None:
             windows = self.setup.windows(split)
             sums, targets, sizes = windows.add_sources(totals, self.config.evaluation.max_windows)
@@ -311,11 +320,12 @@ class Trainer:
             by_source = {n: total / count for n, (total, count, _) in scored if n and count}
             bits = bits_per_byte(float(sums.sum()), float(sizes.sum()))
             self._callbacks.finish_evaluation(
-                Evaluation(self.step, split, loss, bits, by_source, sums, targets)
+                Evaluation(self.step, split, loss, bits, by_source, sums, targets), self._is_stopped
             )
         self.setup.model.train()
 
-    def _check_stop_between_batches(self) -> bool:
+    def check_stop(self) -> bool:
+        """Agree between batches of an evaluation, on all ranks, whether a signal ends the run."""
         self.expect_long_work()
         counts = self.world.sum(self._stops.counts().clone())
         self.stopped_by = received_stop(counts.tolist())
@@ -362,10 +372,10 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = [GarbageCollection()]
     if setup.record is not None:
         callbacks += [
-            Recorder(setup.record),
+            Recorder(setup.record, setup.config.packing.context_length),
             Exporters(setup.run_dir, setup.config, setup.dataset),
             SystemMetrics(),
-            SpikeWarning(setup.plan.global_batch),
+            SpikeWarning(),
         ]
     callbacks += [MemoryReports(setup), SourceEpochs(setup), Utilization(setup), Console(setup)]
     if trainer.early_stopping is not None:

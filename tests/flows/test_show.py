@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from commands import Environment, dataset_of, infini_here, tiny, write_settings, write_texts
 
-from infini_model.config import PackingConfig
+from infini_model.config import PackingConfig, TrainingConfig
 from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.windows import open_windows
 
@@ -73,7 +73,7 @@ def test_the_first_batch_is_that_of_the_training(
     (folder,) = (output / "datasets").glob("tiny-*")
     config = PackingConfig(context_length=64, **packing)
     whole = open_windows(folder, "train", config, 16)
-    phases = make_phases(whole, config, 16, total_steps=20, global_batch=12)
+    phases = make_phases(whole, config, 16, TrainingConfig(max_steps=20), global_batch=12)
     ranks = [
         Loader(
             whole,

@@ -28,7 +28,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from infini_model.config import PackingConfig
+from infini_model.config import PackingConfig, TrainingConfig
 from infini_model.data.loading.mixture import Mixture, mix
 from infini_model.data.loading.packing import pack
 from infini_model.data.loading.windows import Batch, Windows
@@ -88,12 +88,12 @@ def make_phases(
     windows: Windows,
     config: PackingConfig,
     segment_length: int,
+    training: TrainingConfig,
     *,
-    total_steps: int,
     global_batch: int,
     origin: Origin | None = None,
 ) -> Sequence[Phase]:
-    """The phases of a training of `total_steps` steps, each of `global_batch` of `windows`.
+    """The phases of a training whose global batches have `global_batch` of `windows`.
 
     `windows` are those of `config`; the phases before the last cut the same tokens shorter. Of a
     branch none begins before its `origin`.
@@ -103,8 +103,9 @@ def make_phases(
     schedule = (config.context_schedule or {}).items()
     lengths = {fraction: segments * segment_length for fraction, segments in schedule}
     for number, (fraction, length) in enumerate((lengths or {0.0: config.context_length}).items()):
-        steps = max(0, math.ceil(fraction * total_steps) - origin.step)
-        first, key = origin.windows_read + steps * global_batch, origin.first_key
+        step = max(origin.step, math.ceil(fraction * training.total_steps))
+        batches = training.batches_by(step) - training.batches_by(origin.step)
+        first, key = origin.windows_read + batches * global_batch, origin.first_key
         if phases:
             before = phases[-1]
             key = before.first_key + (first - before.first) * before.parts

@@ -138,15 +138,15 @@ class Windows:
             None if learnt is None else torch.from_numpy(learnt.reshape(*shape, length + 1)),
         )
 
-    def documents(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """The shard and row of each document in these windows, in order."""
+    def documents(self, numbers: np.ndarray) -> set[tuple[int, int]]:
+        """The shard and row of each document in these windows."""
         rows = self.packing.locate(numbers)
         # With the last target of each row.
         stops = rows.starts + rows.valid + 1
         found: set[tuple[int, int]] = set()
         for start, stop in zip(rows.starts.tolist(), stops.tolist(), strict=True):
             found.update(self.stream.documents_between(start, stop))
-        return sorted(found)
+        return found
 
 
 def open_windows(

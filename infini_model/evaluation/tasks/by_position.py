@@ -205,7 +205,7 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     knocked_out = {f"{part} knocked out": sums for part, sums in measured.without.items()}
     sums = {"nothing knocked out": measured.whole, **knocked_out}
     if not np.isfinite([*sums.values()]).all():
-        raise CheckpointError(f"{context.checkpoint}: the loss of a document is not finite")
+        raise CheckpointError(f"{context.name}: the loss of a document is not finite")
     segments, split = documents.segments, documents.split
     every = [(number, number) for number in range(1, segments + 1)]
     far = [(start, segments) for start in FROM if start <= segments]

@@ -12,12 +12,17 @@ import logging
 import math
 import os
 import random
+import tempfile
 from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from infini_model.config.evaluation import LmEvalConfig
 from infini_model.data.sources.files import hub_errors
+from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
+from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.context import EvalContext, Pass
 from infini_model.evaluation.task import EvaluationTask, TaskResult
 from infini_model.runtime.errors import UserError
@@ -52,7 +57,8 @@ class LmEval(EvaluationTask):
                 f"evaluation.tasks: lm_eval needs a model of training.objective=causal, this one "
                 f"is of {objective}"
             )
-        self._loaded = load_tasks(context.config.evaluation.lm_eval)
+        tokenizer = load_dataset_tokenizer(context.dataset_dir)
+        self._loaded = load_tasks(context.config.evaluation.lm_eval, tokenizer)
 
     def work(self, context: EvalContext) -> dict[Pass | str, int]:
         limit = context.config.evaluation.lm_eval.limit
@@ -69,7 +75,11 @@ class LmEval(EvaluationTask):
                     # The harness calls them `acc,none` and `acc_stderr,none`, after its filter.
                     f"evaluation/{task}_{key.removesuffix(',none').replace(',', '_')}": value
                     for key, value in found.items()
-                    if "," in key and isinstance(value, int | float) and math.isfinite(value)
+                    if "," in key
+                    and isinstance(value, int | float)
+                    and math.isfinite(value)
+                    # RULER's mark of a length that was not asked for.
+                    and not (key.split(",")[0].isdecimal() and value < 0)
                 }
             scored = ", ".join(
                 f"{each['effective']:,} of {each['original']:,} ({task})"
@@ -79,30 +89,52 @@ class LmEval(EvaluationTask):
         return TaskResult(metrics=metrics, section="\n\n".join(sections))
 
 
-def load_tasks(settings: LmEvalConfig) -> dict[str, dict[str, Any]]:
-    """What the harness loads for each name in `settings.tasks`.
+def load_tasks(settings: LmEvalConfig, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """What the harness loads for each name in `settings.tasks`; `tokenizer` measures RULER's texts.
 
-    Raises `UserError` if none is named, or one is unknown or runs code that a model writes,
-    `DataError` if documents cannot be read, `UnreachableError` if the hub does not answer.
+    Raises `UserError` if none is named, or one is unknown, lacks a package or runs code that a
+    model writes, `DataError` if documents cannot be read, `UnreachableError` if the hub does not
+    answer.
     """
     if not settings.tasks:
         raise UserError(f"{KEY}.tasks: names no task of the harness; set it to those to run")
     folder = settings.include_path and settings.include_path.resolve()
     if folder is not None and not folder.is_dir():
         raise UserError(f"{KEY}.include_path: {folder} is not a folder")
-    with _quiet():
-        # Listing the harness's own 15,000 tasks takes a while.
-        manager = TaskManager(include_path=folder and str(folder), include_defaults=folder is None)
-        if folder is not None and not set(settings.tasks) <= set(manager.all_tasks):
-            manager = TaskManager(include_path=folder and str(folder))
-        return {name: _load(name, manager, settings.num_fewshot) for name in settings.tasks}
+    lengths, saved = settings.lengths, tempfile.TemporaryDirectory(prefix="infini-tokenizer-")
+
+    @cache  # listing the harness's own 15,000 tasks takes a while
+    def manager(*, of_babilong: bool) -> Any:
+        metadata: dict[str, Any] = {}
+        if lengths is not None:
+            metadata["max_seq_lengths"] = f"{max(lengths) // 1024}k" if of_babilong else lengths
+        if isinstance(tokenizer, BPETokenizer):
+            metadata["tokenizer"] = saved.name
+        path, is_own = folder and str(folder), folder is not None
+        found = TaskManager(include_path=path, include_defaults=not is_own, metadata=metadata)
+        if is_own and not set(settings.tasks) <= set(found.all_tasks):
+            found = TaskManager(include_path=path, metadata=metadata)
+        return found
+
+    # RULER prints how long its texts become.
+    with saved, _quiet(), contextlib.redirect_stdout(io.StringIO()):
+        tokenizer.save(Path(saved.name))
+        return {
+            name: _load(name, manager(of_babilong="babilong" in name), settings.num_fewshot)
+            for name in settings.tasks
+        }
 
 
 def _load(name: str, manager: Any, num_fewshot: int | None) -> dict[str, Any]:
     if name not in manager.all_tasks:
         raise UserError(f"{KEY}.tasks: the harness has no task {name!r}")
-    # A key that the harness does not know is a TypeError.
-    with _one_line(name, TypeError), hub_errors(f"{KEY}.tasks: {name}"):
+    mistakes = (
+        TypeError,  # a key that the harness does not know
+        ImportError,  # a package that the task needs
+        AssertionError,  # no tokenizer, which a dataset of bytes does not have
+        LookupError,  # texts that nltk has not downloaded
+    )
+    with _one_line(name, *mistakes), hub_errors(f"{KEY}.tasks: {name}"):
         loaded: dict[str, Any] = manager.load([name])
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
@@ -130,6 +162,7 @@ def _measure(loaded: dict[str, Any], name: str, context: EvalContext) -> dict[st
         load_dataset_tokenizer(context.dataset_dir),
         batch_size=context.config.evaluation.batch_size,
         seed=seed,
+        on_batch=partial(context.on_windows, 0),
     )
     # It would fork, which PyTorch's threads do not survive.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
@@ -149,7 +182,7 @@ def _one_line(name: str, *mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (TemplateError, *mistakes) as error:  # type: ignore[misc]  # jinja2 is not typed
-        raise UserError(f"{KEY}.tasks: {name}: {error}") from error
+        raise UserError(f"{KEY}.tasks: {name}: {' '.join(str(error).split())}") from error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,50 +21,70 @@ class Sample(EvaluationTask):
     title = "A sample"
 
     def run(self, context: EvalContext) -> TaskResult:
-        """Generate with the settings in `evaluation.sample` and the run's seed.
-
-        The document is the first one longer than the prompt length, or the longest one. Of
-        conversations it is the first whose beginning, up to what is learned, fits the context.
-        """
-        nothing = TaskResult(section="There is no held-out document to continue.")
-        splits = context.manifest.splits
-        split = next((each for each in reversed(HELD_OUT) if splits[each].tokens > 1), None)
-        if split is None:
-            return nothing
-        settings = context.config.evaluation.sample
-        stream = open_split(context.dataset_dir, split)
-        longest, most = _lengths(context)
-        if stream.conversations:
-            # A causal model reads prompts of any length.
-            limit = longest if context.model.config.bidirectional else math.inf
-            asked = (int(stream.learnt_of(n).argmax()) for n in range(stream.documents))
-            fitting = ((n, tokens) for n, tokens in enumerate(asked) if 0 < tokens <= limit)
-            number, longest = next(fitting, (0, 0))
-        else:
-            lengths = np.concatenate([*stream.lengths()])
-            number = int(np.minimum(lengths, settings.prompt_tokens + 2).argmax())
-        document = stream.document(number)[:-1]  # without its end-of-text token
-        prompt, rest = document[:longest], document[longest:]
-        if len(prompt) == 0:
-            return nothing
-        tokenizer = load_dataset_tokenizer(context.dataset_dir)
-        new = new_tokens(
-            context.model,
-            prompt.tolist(),
-            settings.updated(max_new_tokens=most),
-            context.config.run.seed,
-            tokenizer.end_token_ids,
-        )
-        continuation, original = tokenizer.decode(list(new)), tokenizer.decode(rest[:most])
+        """Generate with the settings in `evaluation.sample` and the run's seed."""
+        found = continue_document(context)
+        if found is None:
+            return TaskResult(section="There is no held-out document to continue.")
         parts = [
-            f"Prompt: the first {len(prompt):,} tokens of document {number} of the {split} split.",
-            fenced(tokenizer.decode(prompt)),
+            f"Prompt: {found.place}.",
+            fenced(found.prompt),
             "Model's continuation:",
-            fenced(continuation) if continuation else "(end of text)",
+            fenced(found.continuation) if found.continuation else "(end of text)",
             "Original continuation:",
-            fenced(original) if original else "(end of document)",
+            fenced(found.original) if found.original else "(end of document)",
         ]
         return TaskResult(section="\n\n".join(parts))
+
+
+class Continuation(NamedTuple):
+    """Texts: the beginning of a document, what the model generates after it, and what follows."""
+
+    place: str
+    prompt: str
+    continuation: str
+    original: str
+
+
+def continue_document(context: EvalContext) -> Continuation | None:
+    """Generate with the settings in `evaluation.sample` and the run's seed; None without a text.
+
+    The document is the first one longer than the prompt length, or the longest one. Of
+    conversations it is the first whose beginning, up to what is learned, fits the context.
+    """
+    splits = context.manifest.splits
+    split = next((each for each in reversed(HELD_OUT) if splits[each].tokens > 1), None)
+    if split is None:
+        return None
+    settings = context.config.evaluation.sample
+    stream = open_split(context.dataset_dir, split)
+    longest, most = _lengths(context)
+    if stream.conversations:
+        # A causal model reads prompts of any length.
+        limit = longest if context.model.config.bidirectional else math.inf
+        asked = (int(stream.learnt_of(n).argmax()) for n in range(stream.documents))
+        fitting = ((n, tokens) for n, tokens in enumerate(asked) if 0 < tokens <= limit)
+        number, longest = next(fitting, (0, 0))
+    else:
+        lengths = np.concatenate([*stream.lengths()])
+        number = int(np.minimum(lengths, settings.prompt_tokens + 2).argmax())
+    document = stream.document(number)[:-1]  # without its end-of-text token
+    prompt, rest = document[:longest], document[longest:]
+    if len(prompt) == 0:
+        return None
+    tokenizer = load_dataset_tokenizer(context.dataset_dir)
+    new = new_tokens(
+        context.model,
+        prompt.tolist(),
+        settings.updated(max_new_tokens=most),
+        context.config.run.seed,
+        tokenizer.end_token_ids,
+    )
+    return Continuation(
+        f"the first {len(prompt):,} tokens of document {number} of the {split} split",
+        tokenizer.decode(prompt),
+        tokenizer.decode(list(new)),
+        tokenizer.decode(rest[:most]),
+    )
 
 
 def _lengths(context: EvalContext) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from trained_run import Made, make_run
 from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import CheckpointContext
 from infini_model.evaluation.pages import fenced, table, to_html
 from infini_model.evaluation.prompt import load_checkpoint
 from infini_model.evaluation.report import evaluate_run
@@ -127,7 +127,7 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
 def test_what_a_task_refuses_is_told_before_another_is_scored(
     made, monkeypatch, task, overrides, named
 ):
-    monkeypatch.delattr(EvalContext, "score")
+    monkeypatch.delattr(CheckpointContext, "score")
     with pytest.raises(UserError, match=named):
         made.evaluated(**{"evaluation.tasks": ["loss", task]} | overrides)
 
@@ -184,7 +184,7 @@ def test_the_report_has_the_loss_that_the_training_logged(dataset, make_config, 
     logged = read_newest(tmp_path, "validation/loss", "test/loss")
     reported = evaluate_run(tmp_path, dataset, config)
     for split in ("validation", "test"):
-        assert EvalContext(tmp_path, dataset, config).score(split).windows == 7
+        assert CheckpointContext(tmp_path, dataset, config).score(split).windows == 7
         assert reported.metrics[f"evaluation/{split}_loss"] == pytest.approx(
             logged[f"{split}/loss"], abs=2e-3
         )
@@ -202,7 +202,7 @@ def test_the_report_scores_answers_and_answers_a_prompt(
     )
     train(config, pairs, run_dir)
     result = evaluate_run(run_dir, pairs, config)
-    score = EvalContext(run_dir, pairs, config).score("validation")
+    score = CheckpointContext(run_dir, pairs, config).score("validation")
     windows = open_windows(pairs, "validation", config.packing, 64)
     assert score.windows == len(windows)
     learnt = sum(windows.stream.learnt_of(n).sum() for n in range(windows.stream.documents))

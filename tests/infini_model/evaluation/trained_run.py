@@ -8,7 +8,7 @@ import torch
 from infini_model.config import load_config
 from infini_model.data.build import build_dataset
 from infini_model.data.sources.listing import list_sources
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import CheckpointContext
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.llama import InfiniLlama
@@ -112,7 +112,7 @@ class Made:
         if config.model != self.config().model:
             name = hashlib.sha256(config.model.model_dump_json().encode()).hexdigest()
             run_dir = self.run(self.root / name, config)
-        return EvalContext(run_dir, self.dataset, config)
+        return CheckpointContext(run_dir, self.dataset, config)
 
     def result(self, task, **overrides):
         return load_task(task).run(self.context(**overrides))

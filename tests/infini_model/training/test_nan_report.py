@@ -173,9 +173,10 @@ def test_a_spike_is_told_once_and_a_new_level_becomes_normal(caplog):
     for place in (100, 101, 250):
         losses[place] += 3.0
     losses[320:] += 2.0
-    told = SpikeWarning(global_batch=8)
+    told = SpikeWarning()
     for number, loss in enumerate(losses):
-        told.after_step(SimpleNamespace(number=number, loss=loss, first_window=8 * number), {})
+        windows = {"first_window": 8 * number, "windows_read": 8 * number + 8}
+        told.after_step(SimpleNamespace(number=number, loss=loss, **windows), {})
     found = [record.getMessage() for record in caplog.records]
     assert [int(re.search(r"at step (\d+): ", line)[1]) for line in found] == [100, 250, 320]
     assert "read windows 800 to 807 of" in found[0]

@@ -83,7 +83,7 @@ def test_the_exporters_hear_of_an_end_by_a_full_disk(caplog):
         raise OSError(errno.ENOSPC, "what the file has buffered cannot be written")
 
     callbacks = Callbacks(
-        [Recorder(SimpleNamespace(close=fail)), SimpleNamespace(on_end=heard.append)]
+        [Recorder(SimpleNamespace(close=fail), 1), SimpleNamespace(on_end=heard.append)]
     )
     with caplog.at_level(logging.ERROR):
         callbacks.end("FAILED")

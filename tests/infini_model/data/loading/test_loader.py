@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streams import stream_of, write_shard
 from templates import with_bos
 
-from infini_model.config import PackingConfig
+from infini_model.config import PackingConfig, TrainingConfig
 from infini_model.data.loading.gpu import get_gpu_train_dataloader, gpu_clm_process
 from infini_model.data.loading.loader import Loader, make_phases
 from infini_model.data.loading.packing import pack
@@ -90,8 +90,8 @@ def begin(request, byte_dataset):
         mode, schedule = "packed", None
     packing = PackingConfig(mode=mode, context_length=64, context_schedule=schedule)
     windows = open_windows(byte_dataset, "train", packing, SEGMENT)
-    steps = {"total_steps": len(LENGTHS), "global_batch": GLOBAL_BATCH}
-    phases = make_phases(windows, packing, SEGMENT, **steps)
+    training = TrainingConfig(max_steps=len(LENGTHS))
+    phases = make_phases(windows, packing, SEGMENT, training, global_batch=GLOBAL_BATCH)
 
     def make(world_size=1, accumulation=1, **options):
         options |= {"world_size": world_size, "gradient_accumulation_steps": accumulation}

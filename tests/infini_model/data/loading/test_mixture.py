@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streams import numbered_stream
 
-from infini_model.config import PackingConfig
+from infini_model.config import PackingConfig, TrainingConfig
 from infini_model.data.loading.coverage import measure_coverage
 from infini_model.data.loading.loader import Loader, Origin, Phase, make_phases, read_by_source
 from infini_model.data.loading.mixture import Mixture, mix
@@ -131,7 +131,8 @@ def begin(windows, config):
     """Begins to load windows that grow, with other weights from half of the steps on."""
     growing = {"context_schedule": {0: 1, 0.5: SEGMENTS}, "weights": WEIGHTS}
     packing = PackingConfig.model_validate(config.model_dump() | growing)
-    phases = make_phases(windows, packing, SEGMENT, total_steps=STEPS, global_batch=BATCH)
+    training = TrainingConfig(max_steps=STEPS)
+    phases = make_phases(windows, packing, SEGMENT, training, global_batch=BATCH)
 
     def make(world_size=1, **options):
         return Loader(
@@ -206,7 +207,9 @@ def test_a_branch_reads_every_source_on_from_where_its_parent_was(
     assert taken == [[len(windows) for windows in sources] for sources in read]
     origin = Origin(at, at * BATCH, 10**6, taken)
     phases = make_phases(
-        windows, packing, SEGMENT, total_steps=steps, global_batch=batch, origin=origin
+        *(windows, packing, SEGMENT, TrainingConfig(max_steps=steps)),
+        global_batch=batch,
+        origin=origin,
     )
     more = {"batch_size": batch, "seed": 5, "windows_read": origin.windows_read}
     with Loader(windows, phases=phases, **more) as branch:

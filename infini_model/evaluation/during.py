@@ -1,0 +1,128 @@
+"""Samples and evaluation tasks of a model in training: `logging.sample_steps`, `evaluation.during`.
+
+They follow a validation, and what they measure is in its line of `metrics.jsonl`. Rank 0 measures
+the model itself, not a copy; the other ranks wait. After each batch all agree on whether a signal
+ends the training: then the validation starts over, with what follows it, when the run is resumed.
+Neither weights nor random numbers change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.tasks import load_task
+from infini_model.evaluation.tasks.sample import continue_document
+from infini_model.runtime.errors import ConfigError
+from infini_model.training.callbacks import Callback, Evaluation
+from infini_model.training.train import Trainer
+
+# Characters of the prompt that are logged with a sample.
+SHOWN = 60
+
+log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """The end of a measurement that a signal cut short."""
+
+
+class Measurements(Callback):
+    """The samples, and the metrics of `evaluation.during.tasks`, at the steps that are due."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """Raise `ConfigError` without a validation, and `UserError` as `load_task`."""
+        self._trainer, self._world, setup = trainer, trainer.world, trainer.setup
+        self._during = trainer.config.evaluation.during
+        self._tasks = {name: load_task(name) for name in self._during.tasks}
+        if len(setup.windows("validation")) == 0:
+            raise ConfigError(
+                "logging.sample_steps, evaluation.during: follow a validation, for which split "
+                f"validation of {setup.manifest.folder_name} is too small"
+            )
+        # Of its generation; the training has its own autocast.
+        setup.model.precision = trainer.model.precision
+
+    def on_start(self, step: int) -> None:
+        """Raise the `UserError` of a task whose settings do not fit."""
+        if self._world.is_main:
+            with self._context(step) as context:
+                for task in self._tasks.values():
+                    task.check(context)
+
+    def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        """Measure on rank 0, after a validation at a due step."""
+        step, sample_steps = evaluation.step, self._trainer.config.logging.sample_steps
+        samples = sample_steps is not None and step % sample_steps == 0
+        measures = bool(self._tasks) and step % self._during.steps == 0
+        if evaluation.split != "validation" or not (samples or measures):
+            return {}
+        if not self._world.is_main:
+            while self._world.broadcast(lambda: True):  # what `_advance` and its end say
+                self._trainer.check_stop()
+            return {}
+        try:
+            with self._context(step) as context, _any_algorithms():
+                context.on_windows = self._advance
+                if samples:
+                    _log_sample(context, step)
+                return self._measure(context) if measures else {}
+        except StoppedError:
+            return {}
+        finally:
+            self._world.broadcast(lambda: False)
+
+    def _advance(self, windows: int) -> None:  # noqa: ARG002
+        """Keep the other ranks waiting. Raises `StoppedError` if any received a signal."""
+        self._world.broadcast(lambda: True)
+        if self._trainer.check_stop():
+            raise StoppedError
+
+    def _measure(self, context: EvalContext) -> dict[str, float]:
+        """The metrics of all tasks; one that fails is warned of, and does not end the training."""
+        found = dict[str, float]()
+        for name, task in self._tasks.items():
+            try:
+                found |= task.run(context).metrics
+            except StoppedError:
+                raise
+            except Exception as error:  # noqa: BLE001 - tasks of the harness can raise anything
+                log.warning("%s: evaluation.during: %s failed: %r", context.name, name, error)
+        return found
+
+    @contextlib.contextmanager
+    def _context(self, step: int) -> Iterator[EvalContext]:
+        setup, name = self._trainer.setup, f"step {step}"
+        with tempfile.TemporaryDirectory(prefix="infini-during-") as folder:
+            yield EvalContext(
+                *(setup.run_dir, setup.dataset_dir, setup.config, setup.model, setup.windows),
+                name=name,
+                weights_key=name,
+                folder=Path(folder),
+            )
+
+
+def _log_sample(context: EvalContext, step: int) -> None:
+    found = continue_document(context)
+    if found is None:
+        log.warning("step %d: there is no held-out document to continue", step)
+        return
+    # Quoted: a text can have what would command a terminal.
+    log.info("Sample at step %d: %r → %r", step, found.prompt[-SHOWN:], found.continuation)
+
+
+@contextlib.contextmanager
+def _any_algorithms() -> Iterator[None]:
+    """Allow algorithms that are not deterministic: some of generation, as sums along a row."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=was)

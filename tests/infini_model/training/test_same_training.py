@@ -90,9 +90,10 @@ KINDS = {
             "model": {"memory": "delta"},
         },
     ),
-    "a residual memory, growing windows of two sources": Kind(
+    "a residual memory, growing windows of two sources and batches": Kind(
         "fsdp",
         {
+            "training": {"batch_schedule": {0: 1, 0.6: 2}},
             "model": {"memory": "residual"},
             # It resumes within the second phase.
             "packing": {

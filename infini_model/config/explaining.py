@@ -140,7 +140,7 @@ NAMES: dict[str, str] = {
     # peft
     "lora_r": "training.lora.r",
     "lora_rank": "training.lora.r",
-    "lora_dropout": "no layer draws random numbers; training.weight_decay regularises instead",
+    "lora_dropout": "training.lora.lora_dropout",
     # nanotron
     "micro_batch_size": "training.batch_size",
     "sequence_length": "packing.context_length",

@@ -65,10 +65,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LoraConfig(Section):
-    """Low-rank adaptation (Hu et al., arXiv 2106.09685); the names are those of `peft.LoraConfig`.
-
-    There is no dropout: no layer draws random numbers, so that a resumed run takes the same steps.
-    """
+    """Low-rank adaptation (Hu et al., arXiv 2106.09685), with the names of `peft.LoraConfig`."""
 
     r: PositiveInt = 16
     """Rank of the trained product beside each matrix."""
@@ -77,6 +74,12 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Whether it is lora_alpha / √r instead (Kalajdzievski, arXiv 2312.03732), so that products of
     large ranks learn as fast as those of small ones."""
+    use_dora: bool = False
+    """Whether the rows of the adapted matrices keep their norms, which are trained by themselves
+    (DoRA, Liu et al., arXiv 2402.09353): closer to training all weights, and slower."""
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of what enters the product that is zeroed in each step. Each process draws its own: a
+    run resumes to the same bits with as many processes."""
     target_modules: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Linear layers of every decoder layer that are adapted. With [] only the memory is trained,
     and modules_to_save."""

@@ -311,9 +311,8 @@ class Decoder(nn.Module):
             if unturned is not None and (index + 1) % every == 0:
                 own = context._replace(rope=unturned, query_scale=1.0)
             inputs = (x, own, None if state is None else state.layers[index])
-            # No layer draws random numbers, so there is no generator state to restore.
             x, new = (
-                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(layer, *inputs, use_reentrant=False)  # draws dropout's numbers again
                 if trains and index < self.recomputed_layers
                 else layer(*inputs)
             )

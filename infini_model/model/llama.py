@@ -354,7 +354,7 @@ class InfiniLlama(nn.Module):
             trained = {name: tuple(p.shape) for name, p in every if p.requires_grad}
             tensors |= read_adapter_tensors(Path(adapter), trained)
         elif lora is not None:
-            tensors |= initial_adapters(model)
+            tensors |= initial_adapters(model, tensors)
         model.assign(tensors)
         return model.to(device)
 

@@ -23,7 +23,8 @@ from infini_model.model.precision import as_operand
 from infini_model.runtime.errors import ConfigError
 
 FROZEN = torch.bfloat16
-_ADAPTERS = ("lora_A.weight", "lora_B.weight")
+_MAGNITUDE = "lora_magnitude_vector"
+_ADAPTERS = ("lora_A.weight", "lora_B.weight", _MAGNITUDE)
 
 
 class CastLinear(nn.Linear):
@@ -36,7 +37,12 @@ class CastLinear(nn.Linear):
 
 
 class LoraLinear(CastLinear):
-    """x·Wᵀ + b + scaling · x·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r]."""
+    """x·Wᵀ + b + scaling · d(x)·Aᵀ·Bᵀ, with A [r, in_features] and B [out_features, r].
+
+    d is dropout. With `use_dora` it is x·Wᵀ + b + d(x)·(s(W + scaling · BA) − W)ᵀ instead, with s =
+    m / ‖W + scaling · BA‖ by row and m [out_features] trained; s has no gradient but by m (arXiv
+    2402.09353, section 4.3).
+    """
 
     def __init__(self, in_features: int, out_features: int, lora: LoraConfig) -> None:
         """`add_lora` gives it weight and bias, and `initial_adapters` draws A and B."""
@@ -44,17 +50,34 @@ class LoraLinear(CastLinear):
         self.scaling = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
         self.lora_A = nn.Linear(in_features, lora.r, bias=False, device="meta")
         self.lora_B = nn.Linear(lora.r, out_features, bias=False, device="meta")
+        self.lora_dropout = nn.Dropout(lora.lora_dropout) if lora.lora_dropout else nn.Identity()
+        magnitude = torch.empty(out_features, device="meta") if lora.use_dora else None
+        self.lora_magnitude_vector = None if magnitude is None else nn.Parameter(magnitude)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `CastLinear.forward`."""
-        product: Tensor = self.lora_B(self.lora_A(x))
-        return super().forward(x) + product * self.scaling
+        dropped: Tensor = self.lora_dropout(x)
+        product: Tensor = self.lora_B(self.lora_A(dropped)) * self.scaling
+        whole = super().forward(x)
+        if self.lora_magnitude_vector is None:
+            return whole + product
+        scale: Tensor = self.lora_magnitude_vector / self._sum().norm(dim=1)
+        base = functional.linear(dropped, as_operand(self.weight, x))
+        return whole + ((scale - 1) * base + scale * product).to(whole.dtype)
 
+    @torch.no_grad()
+    def _sum(self) -> Tensor:
+        """W + scaling · BA, float32."""
+        product: Tensor = self.lora_B.weight @ self.lora_A.weight
+        return self.weight.float() + self.scaling * product
+
+    @torch.no_grad()
     def merged(self) -> Tensor:
         """The weight of a plain linear layer that computes the same, float32."""
-        with torch.no_grad():
-            product = self.lora_B.weight @ self.lora_A.weight
-            return self.weight.float() + self.scaling * product
+        total = self._sum()
+        if self.lora_magnitude_vector is not None:
+            total *= (self.lora_magnitude_vector / total.norm(dim=1))[:, None]
+        return total
 
 
 def add_lora(model: nn.Module, lora: LoraConfig) -> None:
@@ -90,15 +113,15 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is A or B."""
+    """Whether a parameter of this name is one of an adapter."""
     return name.endswith(_ADAPTERS)
 
 
-def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """A drawn from torch's global generator as `peft` does, and B zero, by name, float32.
+def initial_adapters(model: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A drawn from torch's global generator as `peft` does, B zero, and m the norms of the rows.
 
-    With them the model computes what it does without. They are drawn on the CPU, so that the seed
-    decides them on any device.
+    By name, float32. With them the model computes what it does without, with the tensors of `base`.
+    They are drawn on the CPU, so that the seed decides them on any device.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -106,6 +129,8 @@ def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
             tensors[name] = torch.zeros(parameter.shape, device="cpu")
         if name.endswith(_ADAPTERS[0]):
             nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5))
+        if name.endswith(_MAGNITUDE):
+            tensors[name] = base[name.replace(_MAGNITUDE, "weight")].float().norm(dim=1)
     return tensors
 
 

@@ -30,7 +30,6 @@ _EMBEDDING, _OUTPUT = f"{_PREFIX}model.embed_tokens.weight", f"{_PREFIX}lm_head.
 _FIXED: dict[str, object] = {
     "peft_type": "LORA",
     "bias": "none",
-    "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
 }
@@ -82,7 +81,6 @@ def write_adapter(
         "revision": adapter.revision,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "lora_dropout": 0.0,
         "ensure_weight_tying": config.tie_word_embeddings and bool(embeddings),
     }
     dump_json(folder / ADAPTER_CONFIG, tree)

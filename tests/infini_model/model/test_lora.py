@@ -16,6 +16,7 @@ from infini_model.runtime.errors import CheckpointError
 from infini_model.training.metrics import flops_per_token
 
 MEMORIES = pytest.mark.parametrize("memory", ["linear", "residual"])
+DORA = LoraConfig(use_dora=True, target_modules=("q_proj", "o_proj", "up_proj"))
 EVERYTHING = LoraConfig(
     r=3,
     target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -37,11 +38,13 @@ def adapted(llama, lora, **changes):
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B.weight"):
             torch.nn.init.normal_(parameter, std=0.1)
+        if name.endswith("lora_magnitude_vector"):
+            parameter.data *= torch.empty_like(parameter).uniform_(0.5, 1.5)
     return model
 
 
 @MEMORIES
-@pytest.mark.parametrize("lora", [LoraConfig(), EVERYTHING])
+@pytest.mark.parametrize("lora", [LoraConfig(), EVERYTHING, DORA])
 def test_new_adapters_change_nothing_and_frozen_matrices_take_16_bits(llama, lora, memory):
     tokens = torch.randint(260, (2, 40))
     plain = InfiniLlama.from_pretrained(llama, **BESIDE | {"memory": memory})
@@ -72,12 +75,18 @@ def test_the_seed_draws_the_adapters_as_peft_does(llama):
     assert drawn(1).abs().max().item() == pytest.approx(32**-0.5, rel=0.1)
 
 
-def test_whole_tensors_are_the_merged_model(llama, tmp_path):
-    model, before = adapted(llama, EVERYTHING), InfiniLlama.from_pretrained(llama, **BESIDE)
+@pytest.mark.parametrize("lora", [EVERYTHING, DORA])
+def test_whole_tensors_are_the_merged_model(llama, tmp_path, lora):
+    model, before = adapted(llama, lora), InfiniLlama.from_pretrained(llama, **BESIDE)
     q_proj = model.model.layers[0].self_attn.q_proj
-    product = EVERYTHING.lora_alpha / EVERYTHING.r * q_proj.lora_B.weight @ q_proj.lora_A.weight
+    expected = (
+        q_proj.weight + lora.lora_alpha / lora.r * q_proj.lora_B.weight @ q_proj.lora_A.weight
+    )
+    if lora.use_dora:
+        rows = torch.nn.functional.normalize(expected, dim=1)
+        expected = q_proj.lora_magnitude_vector[:, None] * rows
     whole = model.whole_tensors()["model.layers.0.self_attn.q_proj.weight"]
-    assert torch.equal(whole, (q_proj.weight.float() + product).to(torch.bfloat16))
+    torch.testing.assert_close(whole, expected.detach().to(torch.bfloat16), rtol=1e-2, atol=0)
     model.save_pretrained(tmp_path / "merged")
     merged = InfiniLlama.from_pretrained(tmp_path / "merged")
     assert merged.lora is None
@@ -115,7 +124,7 @@ def test_the_flops_of_frozen_matrices_match_those_executed(llama):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"use_dora": True}, "use_dora is True, only False is supported"),
+        ({"bias": "all"}, "bias is 'all', only 'none' is supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3', only 'LORA' is supported"),
         ({"target_modules": ["wq"]}, "target_modules.0: Input should be 'q_proj'"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path names no weights"),

@@ -30,7 +30,7 @@ from infini_model.data.manifest import read_manifest
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import check_tokenizer
-from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.context import CheckpointContext
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory.residual import Residual
 from infini_model.model.memory.rule import SHIFTS
@@ -301,7 +301,7 @@ def test_adapters_begin_with_the_loss_of_their_weights_and_are_saved_alone(
         for name in load_file(checkpoint / "model" / f"{file}.safetensors")
     }
     assert not (checkpoint / "model" / "model.safetensors").exists()
-    subject = EvalContext(run_dir, dataset, config)
+    subject = CheckpointContext(run_dir, dataset, config)
     assert subject.score("validation").loss == pytest.approx(losses[12], rel=1e-6)
     # Others begin from them only once they are merged.
     with pytest.raises(ConfigError, match="is a LoRA adapter; infini export --merge makes"):
@@ -330,8 +330,18 @@ def test_the_memory_is_trained_alone(make_config, llama, dataset, tmp_path):
     assert InfiniLlama.from_pretrained(exported).config.memory == "residual"
 
 
+def same_name(theirs, ours):
+    """In memory peft's parameters have names of their own, and a magnitude is a module."""
+    return theirs.replace(".default", "").startswith(f"base_model.model.{ours}")
+
+
 @pytest.mark.parametrize(
-    ("memory", "lora"), [("none", LONG), ("linear", LORA | {"use_rslora": True})]
+    ("memory", "lora"),
+    [
+        ("none", LONG),
+        ("linear", LORA | {"use_rslora": True, "lora_dropout": 0.2}),
+        ("none", LORA | {"use_dora": True, "lora_dropout": 0.2}),
+    ],
 )
 def test_peft_opens_the_adapter_with_the_same_logits(make_config, dataset, tmp_path, memory, lora):
     """With a memory one segment is the Llama, so there the logits are the same."""
@@ -341,13 +351,24 @@ def test_peft_opens_the_adapter_with_the_same_logits(make_config, dataset, tmp_p
     run_dir = recorded(config, tmp_path / "run")
     train(config, dataset, run_dir)
     tokens = torch.randint(260, (3, 16))
+    mine, base = load_model(run_dir / "model"), LlamaForCausalLM.from_pretrained(llama)
     with torch.no_grad():
-        ours = load_model(run_dir / "model")(tokens).logits
-        base = LlamaForCausalLM.from_pretrained(llama, dtype=torch.float32)
-        before = base(tokens).logits
-        theirs = PeftModel.from_pretrained(base, run_dir / "model")(tokens).logits
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
-    assert (ours - before).abs().max() > 0.01
+        before = base.float()(tokens).logits
+    peft = PeftModel.from_pretrained(base, run_dir / "model", is_trainable=True)
+    # With dropout they draw the same numbers, and so have the same gradients.
+    for is_trained in (False, True):
+        found = []
+        for each in (mine.train(is_trained), peft.train(is_trained)):
+            torch.manual_seed(5)
+            found.append(each(tokens).logits)
+            found[-1].square().sum().backward()
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        assert (found[0] - before).abs().max() > 0.01
+    theirs = {name: p.grad for name, p in peft.named_parameters() if p.requires_grad}
+    for name, parameter in mine.named_parameters():
+        if "lora_" in name:
+            (gradient,) = (theirs[each] for each in theirs if same_name(each, name))
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-3)
 
 
 def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
@@ -368,7 +389,7 @@ def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
     shutil.rmtree(llama)
     expect(r"llama: is gone; training\.lora needs")
     with pytest.raises(ConfigError, match=r"base_model_name_or_path: .*llama is not a folder"):
-        EvalContext(run_dir, dataset, config)
+        CheckpointContext(run_dir, dataset, config)
 
 
 LOAD = """

@@ -4,6 +4,7 @@ Stopped and killed at any moment, on one rank and on two: `test_strikes.py`. On 
 `test_training_on_a_gpu.py`.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ LORA = {
     "target_modules": ["q_proj", "v_proj", "down_proj"],
     "modules_to_save": ["embed_tokens", "norm"],
 }
+ADAPTERS = {"adapters": LORA, "dropout": LORA | {"use_dora": True, "lora_dropout": 0.3}}
 
 
 class Kind(NamedTuple):
@@ -122,7 +124,7 @@ def begin(make_config, tmp_path):
         llama = tmp_path / "llama"
         if not llama.exists():
             write_llama(llama)
-        config = from_weights(config, llama, LORA if kind.weights == "adapters" else None)
+        config = from_weights(config, llama, ADAPTERS.get(kind.weights))
         return config, recorded(config, run_dir)
 
     return make
@@ -168,6 +170,28 @@ def test_a_training_is_the_same_whole_resumed_or_on_two_ranks(
         again = cut_off(pair, 4, tmp_path / "again")
         on_two_ranks(train, divided, data, again)
         expect_same_bits(again, pair)
+
+
+def test_dropout_draws_the_same_numbers_in_a_run_that_is_resumed(begin, dataset, tmp_path):
+    def trained(name, batch_size, *, recomputed=True, weights="dropout"):
+        kind = Kind("ddp", {"launch": {"gradient_checkpointing": recomputed}}, weights=weights)
+        config, run_dir = begin(kind, batch_size, name)
+        (train if batch_size == 4 else functools.partial(on_two_ranks, train))(
+            config, dataset, run_dir
+        )
+        return config, run_dir
+
+    config, whole = trained("whole", 4)
+    expect_same_bits(trained("stored", 4, recomputed=False)[1], whole)
+    parts = cut_off(whole, 4, tmp_path / "parts")
+    train(config, dataset, parts)
+    expect_same_bits(parts, whole)
+    config, pair = trained("pair", 2)
+    again = cut_off(pair, 4, tmp_path / "again")
+    on_two_ranks(train, config, dataset, again)
+    expect_same_bits(again, pair)
+    without = trained("without", 4, weights="adapters")[1]
+    assert curve(without, "train/loss") != curve(whole, "train/loss")
 
 
 @pytest.mark.story

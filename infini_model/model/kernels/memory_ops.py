@@ -1,12 +1,12 @@
-"""The operators of the residual memory: read it onto local attention, and sum what segments write.
+"""The operators of the memory: shift its keys, read it onto local attention, sum what is written.
 
 They are plain PyTorch, differentiated by autograd, and on CUDA custom operators: forward and
 backward one Triton kernel each, for heads up to 256 wide, or 128 in float32. Features and all sums
 are float32 (float64 for float64) for any input dtype, also under autocast.
 
-The features are φ(x) = [softmax(c x), softmax(−c x)], of twice the width (Hedgehog, arXiv
-2402.04347), where c is `SHARPNESS`: each is bounded by 1 and together they sum to 2, so nothing
-needs a normaliser.
+The features of the residual memory are φ(x) = [softmax(c x), softmax(−c x)], of twice the width
+(Hedgehog, arXiv 2402.04347), where c is `SHARPNESS`: each is bounded by 1 and together they sum to
+2, so nothing needs a normaliser.
 """
 
 from __future__ import annotations
@@ -134,3 +134,14 @@ def residual_sums(keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     memory's dtype.
     """
     return two_softmaxes(keys).mT @ (values * scale.unsqueeze(-1))
+
+
+@operator("shift", lambda *inputs: torch.empty_like(inputs[0]))
+def shifted_keys(keys: Tensor, share: Tensor) -> Tensor:
+    """Return lerp(k_t, k_{t−1}, μ_t) of `keys` [B, H_kv, T, D], of their shape and dtype.
+
+    `share` is μ_t, [B, H_kv, T], of the same dtype; 0 for the first token, which keeps its own key.
+    What autograd derives makes a dozen passes, each with a result as large as the keys.
+    """
+    before = torch.cat((keys[:, :, :1], keys[:, :, :-1]), dim=2)
+    return torch.lerp(keys, before, share.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""The kernels of `infini_model.model.memory.key_shift`, and their launch.
+"""The kernels of the key shift, and their launch: `infini_model.model.kernels.memory_ops`.
 
 For token t of a head, with g the gradient of the result:
 
@@ -22,7 +22,7 @@ BLOCK = 2048
 
 
 def shifted_keys_forward(keys: Tensor, share: Tensor) -> Tensor:
-    """As `infini_model.model.memory.key_shift.shifted_keys`, for 16 or 32 bits."""
+    """As `infini_model.model.kernels.memory_ops.shifted_keys`, for 16 or 32 bits."""
     keys = row_contiguous(keys)
     out = torch.empty_like(keys)
     _launch(shift_forward, (keys, out), share)

@@ -4,6 +4,10 @@ A loop over segments keeps a GPU waiting: each step is small and depends on the 
 memory is sequential. So the memory before every segment is computed first, by the `states` of a
 rule, then all segments read theirs as one batch. Results and gradients are those of the loop, which
 is `infini_model.model.definition`, and gradients flow back to the first segment.
+
+All rules share the key shift: a value is written under a mix of its own token's key and the
+previous token's. The query shift is the same for the queries that read the memory. A masked token
+does not know what it is to ask for; with the shift, the token before it asks.
 """
 
 from __future__ import annotations
@@ -17,8 +21,7 @@ from torch.nn import functional
 
 from infini_model.config import ModelConfig
 from infini_model.model.cache import CacheUpdate
-from infini_model.model.kernels.memory_ops import memory_dtype
-from infini_model.model.memory.key_shift import streams_with_previous, with_previous
+from infini_model.model.kernels.memory_ops import memory_dtype, shifted_keys
 from infini_model.model.window import segmented
 
 # The parameters that any rule may have beside its own.
@@ -131,11 +134,11 @@ class Rule(nn.Module):
             by_token = functional.pad(starts.unsqueeze(-1), padding).flatten(1)[:, : k.size(2)]
         if state is not None:
             last_key, last_query = state.last_key, state.last_query
-        keys = with_previous(k, self.memory_key_shift, last_key, by_token)
+        keys = _with_previous(k, self.memory_key_shift, last_key, by_token)
         if len(q) == len(k):
-            return with_previous(q, self.memory_query_shift, last_query, by_token), keys
+            return _with_previous(q, self.memory_query_shift, last_query, by_token), keys
         shift = self.memory_query_shift, by_token, len(k), self.segment_length
-        return streams_with_previous(q, *shift), keys
+        return _streams_with_previous(q, *shift), keys
 
     def forward(
         self,
@@ -307,6 +310,49 @@ class Rule(nn.Module):
         reading, near = (_by_memory(x, rows) for x in (segmented(q, length), local))
         out = cls.read(reading, near, read_weight, before)
         return _by_stream(out, rows, local), states.map(lambda x: x[:, -1])
+
+
+def _with_previous(
+    x: Tensor, share: Tensor | None, previous: Tensor | None, starts: Tensor | None
+) -> Tensor:
+    """lerp(x_t, x_{t−1}, μ) of keys or queries [B, H, T, D].
+
+    `share` is μ, [H]; None shifts nothing. `previous` is that of the token before the first, [B, H,
+    D], if there is one. A document's first token, where `starts` [B, T] is true, keeps its own.
+    """
+    if share is None:
+        return x
+    shares = share.to(x.dtype)[:, None].expand(x.shape[:3])
+    if starts is not None:
+        shares = shares.masked_fill(starts[:, None], 0.0)
+    if previous is None:
+        return shifted_keys(x, functional.pad(shares[:, :, 1:], (1, 0)))
+    x = torch.cat((previous.unsqueeze(2).to(x.dtype), x), dim=2)
+    return shifted_keys(x, functional.pad(shares, (1, 0)))[:, :, 1:]
+
+
+def _streams_with_previous(
+    x: Tensor, share: Tensor | None, starts: Tensor | None, rows: int, segment_length: int
+) -> Tensor:
+    """`_with_previous` for n streams of the same documents: rows i, B + i, 2B + i, … are of one.
+
+    What precedes a segment is always the first stream's token: the segments of the other streams
+    know nothing of each other. `x` is [n · B, H, T, D], `rows` is B, and T is a multiple of
+    `segment_length`.
+    """
+    if share is None:
+        return x
+    streams, first = len(x) // rows, torch.arange(x.size(2), device=x.device) == 0
+    starts = first.expand(rows, -1) if starts is None else starts | first
+    segments = x.view(*x.shape[:2], -1, segment_length, x.size(3)).transpose(1, 2)
+    last = segments[:rows, :, :, -1]
+    out = _with_previous(
+        segments.flatten(0, 1),
+        share,
+        last.roll(1, dims=1).flatten(0, 1).repeat(streams, 1, 1),
+        starts.reshape(-1, segment_length).repeat(streams, 1),
+    )
+    return out.view_as(segments).transpose(1, 2).flatten(2, 3)
 
 
 def _by_memory(x: Tensor, rows: int) -> Tensor:

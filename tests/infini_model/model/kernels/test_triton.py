@@ -31,7 +31,6 @@ from infini_model.model.kernels import triton_residual as residual  # noqa: E402
 from infini_model.model.kernels import triton_scan as scan  # noqa: E402
 from infini_model.model.kernels import triton_shift as shift  # noqa: E402
 from infini_model.model.kernels.scan import exclusive_scan  # noqa: E402
-from infini_model.model.memory import key_shift  # noqa: E402
 
 cuda = pytest.mark.cuda
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -112,7 +111,7 @@ def differentiated(function, name, arguments, grads, *, autocast=False):
 
 def function(name):
     """What the model calls: the kernels on CUDA, where they can, and else plain PyTorch."""
-    return getattr(key_shift if name == "shifted_keys" else memory_ops, name)
+    return getattr(memory_ops, name)
 
 
 def exact(name, arguments, grads):

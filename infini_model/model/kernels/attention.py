@@ -34,26 +34,19 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head
         if backend == "flash":
             raise ConfigError(f"{got}, which needs a GPU; on {device.type} it takes auto, sdpa")
         return "sdpa"
-    return resolve_on_cuda(backend, torch.cuda.get_device_capability(device), dtype, head_dim)
-
-
-# As `torch.compiler.assume_constant_result` does; that imports the compiler, which takes a second.
-resolve_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def resolve_on_cuda(
-    backend: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
-) -> str:
-    """As `resolve_backend`, on a GPU of this compute capability."""
     if backend == "sdpa" or dtype not in (torch.float16, torch.bfloat16):
         return "sdpa"
-    package = flash_attn_package(capability, head_dim)
+    package = flash_attn_package(torch.cuda.get_device_capability(device), head_dim)
     if package is None and backend == "flash":
         got = "launch.attention_backend: got 'flash', but"
         if any(map(installed_version, _FLASH_ATTN)):
             raise ConfigError(f"{got} what is installed does not support this GPU and head_dim")
         raise ConfigError(f"{got} flash-attn is not installed: pip install '.[flash-attn]'")
     return package or "sdpa"
+
+
+# As `torch.compiler.assume_constant_result` does; that imports the compiler, which takes a second.
+resolve_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

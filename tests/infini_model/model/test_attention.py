@@ -11,10 +11,7 @@ from torch.nn import functional
 
 from infini_model.model.attention import infini_attention
 from infini_model.model.definition import attention_by_segment
-from infini_model.model.kernels.attention import (
-    local_attention,
-    resolve_on_cuda,
-)
+from infini_model.model.kernels.attention import local_attention, resolve_backend
 from infini_model.model.memory import RULES, Memory
 from infini_model.model.memory.paper import feature_map
 from infini_model.model.rotary import rope_tables, rotate
@@ -294,6 +291,17 @@ def install(monkeypatch):
     return lambda *names: monkeypatch.setattr(function, dict.fromkeys(names, "9.9").get)
 
 
+@pytest.fixture
+def resolve(monkeypatch):
+    """`resolve_backend` on a GPU of a compute capability."""
+
+    def on_gpu(backend, capability, dtype, head_dim):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        return resolve_backend(backend, torch.device("cuda"), dtype, head_dim)
+
+    return on_gpu
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "strict", "kernel"),
     [
@@ -305,23 +313,23 @@ def install(monkeypatch):
         ((12, 0), 128, True, "flash-attn"),
     ],
 )
-def test_the_flash_attn_that_suits_the_gpu(install, capability, head_dim, strict, kernel):
+def test_the_flash_attn_that_suits_the_gpu(install, resolve, capability, head_dim, strict, kernel):
     install("flash-attn-4", "flash-attn")
     with deterministic_algorithms() if strict else contextlib.nullcontext():
         for dtype in (torch.bfloat16, torch.float16):
-            assert resolve_on_cuda("auto", capability, dtype, head_dim) == kernel
-            assert resolve_on_cuda("sdpa", capability, dtype, head_dim) == "sdpa"
+            assert resolve("auto", capability, dtype, head_dim) == kernel
+            assert resolve("sdpa", capability, dtype, head_dim) == "sdpa"
     for backend in ("auto", "flash"):  # which takes 16 bits
-        assert resolve_on_cuda(backend, capability, torch.float32, head_dim) == "sdpa"
+        assert resolve(backend, capability, torch.float32, head_dim) == "sdpa"
 
 
-def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install):
+def test_a_kernel_that_does_not_suit_the_gpu_or_the_setting_is_refused(install, resolve):
     with pytest.raises(ConfigError, match=r"flash-attn is not installed: pip install"):
-        resolve_on_cuda("flash", (8, 0), torch.bfloat16, 128)
+        resolve("flash", (8, 0), torch.bfloat16, 128)
     install("flash-attn-4")
-    assert resolve_on_cuda("auto", (8, 0), torch.bfloat16, 128) == "sdpa"
+    assert resolve("auto", (8, 0), torch.bfloat16, 128) == "sdpa"
     with pytest.raises(ConfigError, match=r"got 'flash', but what is installed"):
-        resolve_on_cuda("flash", (8, 0), torch.bfloat16, 128)
+        resolve("flash", (8, 0), torch.bfloat16, 128)
 
 
 @pytest.mark.cuda

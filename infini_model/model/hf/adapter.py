@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from infini_model.config import LoraConfig, ModelConfig
+from infini_model.config.explaining import one_line
 from infini_model.model.hf.config import ADAPTER_CONFIG, CONFIG, TokenIds, config_json, read_json
 from infini_model.model.hf.weights import MEMORY_TENSORS, Save, read_file
 from infini_model.model.memory import file_name
@@ -104,9 +105,7 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         return Adapter(LoraConfig.model_validate(known), base, revision)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: {key}: {first['msg']}") from error
+        raise CheckpointError(f"{path}: {one_line(error)}") from error
 
 
 def read_adapter_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

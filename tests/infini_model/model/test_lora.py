@@ -126,7 +126,7 @@ def test_the_flops_of_frozen_matrices_match_those_executed(llama):
     [
         ({"bias": "all"}, "bias is 'all', only 'none' is supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3', only 'LORA' is supported"),
-        ({"target_modules": ["wq"]}, "target_modules.0: Input should be 'q_proj'"),
+        ({"target_modules": ["wq"]}, "target_modules.0: got 'wq': input should be 'q_proj'"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path names no weights"),
     ],
 )

@@ -101,7 +101,7 @@ def infini_attention(
     nothing = torch.zeros(rows, dtype=torch.int64, device=q.device)
     sight = window.sight(document_starts, nothing, tokens)
     queries, local_keys, values = (segmented(x, min(segment_length, tokens)) for x in (q, k, v))
-    local = window.attend(queries, local_keys, values, rope, tokens=tokens, rows=rows, sight=sight)
+    local = window.attend(queries, local_keys, values, rope, tokens=tokens, sight=sight)
     out, after = rule.over_segments(
         *(reading, local, read_weight, keys, written, memory_gates, memory, document_starts),
         full=tokens // segment_length,

@@ -115,7 +115,6 @@ class Attention(nn.Module):
         out = window.attend(
             *(queries, local_keys, local_values, rope),
             tokens=tokens,
-            rows=len(keys),
             sight=context.sight,
             earlier=earlier,
         )

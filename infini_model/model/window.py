@@ -126,7 +126,6 @@ class Window(NamedTuple):
         rope: Rope | None,
         *,
         tokens: int,
-        rows: int,
         sight: Sight | None = None,
         earlier: Earlier | None = None,
     ) -> Tensor:
@@ -138,14 +137,14 @@ class Window(NamedTuple):
             v: Values, of the shape of `k`.
             rope: (cos, sin), each [k + n · L + L, D], at positions from −(k + n · L).
             tokens: T; what follows is padding.
-            rows: B. Row i sees the older tokens of row i mod B, as the streams of block diffusion
-                do.
-            sight: Of B rows; None if each segment sees itself only.
+            sight: Of B rows; None if each segment sees itself only. Row i sees the older tokens of
+                row i mod B, as the streams of block diffusion do.
             earlier: What is in sight from before the first segment; None is nothing.
         """
         if sight is None or (earlier is None and q.size(1) == 1):
             return self._inside_segments(q, k, v, rope, tokens)
-        streams, known, ages = len(q) // rows, earlier or self._nothing(k[:rows]), sight.ages
+        rows, ages = len(sight.ages), sight.ages
+        streams, known = len(q) // rows, earlier or self._nothing(k[:rows])
 
         def with_older(own: Tensor, known: Tensor) -> Tensor:
             older = self._older(own[:rows], known, ages[:, : q.size(1)])

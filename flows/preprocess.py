@@ -17,7 +17,6 @@ from tasks.failures import EXPECTED, reason
 from tasks.flow_run import name_flow_run
 from tasks.screen import screen
 from tasks.shard import build_dataset, share_made, use_dataset
-from tasks.stage import run_with_retries
 
 
 @as_flow
@@ -41,7 +40,7 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
     get_run_logger().info("%s", message)
     if config.data.keep is not None and config.data.folder is None:
         try:
-            run_with_retries(clean, config.stages.clean, config)
+            clean(config)
         except EXPECTED as error:  # The dataset stands.
             get_run_logger().warning("Older datasets were not removed: %s", reason(error))
     return Completed(message=message, data=result)

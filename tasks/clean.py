@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from rich.filesize import decimal
 
 from infini_model.config import Config
-from tasks.failures import failure_as_state
-from tasks.stage import STAGE, run_stage
+from tasks.stage import run_stage, run_with_retries
 
 
-@task(name="clean", task_run_name="clean {config.data.name}", **STAGE)
-@failure_as_state
 def clean(config: Config) -> None:
     """Keep `data.keep` datasets of the name and those that are in use or that runs refer to."""
+    run_with_retries(_clean, config.stages.clean, "clean", config.data.name, config)
+
+
+def _clean(config: Config) -> None:
     result = run_stage("clean", config, config.stages.clean)
     log = get_run_logger()
     for problem in result["problems"]:

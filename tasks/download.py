@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefect import task
-
 from infini_model.config import Config
 from infini_model.data.lookup import check_holds_datasets
-from tasks.failures import failure_as_state
-from tasks.stage import STAGE, run_stage, run_with_retries
+from tasks.stage import run_stage, run_with_retries
 
 
 def download(config: Config) -> Path:
@@ -19,10 +16,8 @@ def download(config: Config) -> Path:
     """
     config = config.updated(data={"folder": None})
     check_holds_datasets(config.run)
-    return run_with_retries(_download, config.stages.download, config)
+    return run_with_retries(_download, config.stages.download, "download", config.data.name, config)
 
 
-@task(name="download", task_run_name="download {config.data.name}", **STAGE)
-@failure_as_state
 def _download(config: Config) -> Path:
     return Path(run_stage("download", config, config.stages.download)["listing"])

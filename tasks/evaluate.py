@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect import task
 from prefect.artifacts import MarkdownArtifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
@@ -15,8 +14,8 @@ from infini_model.data.build import Dataset
 from infini_model.runtime.runs import VALIDATION_LOSS
 from tasks import artifacts
 from tasks.control import end_predecessors
-from tasks.failures import FIRST, failure_as_state
-from tasks.stage import STAGE, run_stage, run_with_retries
+from tasks.failures import FIRST
+from tasks.stage import run_stage, run_with_retries
 from tasks.train import mlflow_link, outcome
 
 
@@ -28,7 +27,10 @@ def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
     """
     if config.launch.node_rank > 0:
         return {"run_dir": str(run_dir)}
-    report = run_with_retries(_evaluate, config.stages.evaluate, config, dataset.folder, run_dir)
+    stage = config.stages.evaluate
+    report = run_with_retries(
+        _evaluate, stage, "evaluate", run_dir.name, config, dataset.folder, run_dir
+    )
     end_predecessors(run_dir, _summary(report))
     return report
 
@@ -47,8 +49,6 @@ def _summary(report: dict[str, Any]) -> str:
     return " · ".join([*said, f"report {report['report']}"])
 
 
-@task(name="evaluate", task_run_name="evaluate {run_dir.name}", **STAGE)
-@failure_as_state
 def _evaluate(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
     arguments = ["--dataset", str(dataset_dir), "--run-dir", str(run_dir)]
     result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")

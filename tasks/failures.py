@@ -167,22 +167,10 @@ def _lighter(config: Config, dataset_dir: Path, *, in_main_memory: bool) -> str:
     return SMALLER
 
 
-def _failed(error: Exception) -> State[Any]:
+def failed(error: Exception) -> State[Any]:
+    """The state of a task or flow run that ended with an expected failure."""
     name = "TimedOut" if isinstance(error, TimeoutError) else "Failed"
     return Failed(name=name, message=reason(error), data=error)
-
-
-def failure_as_state(stage: Callable[P, R]) -> Callable[P, R]:
-    """Make a task's function return an expected failure as its state instead of raising it."""
-
-    @wraps(stage)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return stage(*args, **kwargs)
-        except EXPECTED as error:
-            return cast("R", _failed(error))
-
-    return wrapper
 
 
 def report_failure(function: Callable[P, R]) -> Callable[P, R]:
@@ -207,7 +195,7 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
             artifacts.show(KEY, _explanation(error))
             if advice := _advice(error):
                 error.add_note(advice)  # for the last line of a command
-            return cast("R", _failed(error))
+            return cast("R", failed(error))
         except Exception as error:
             artifacts.show(KEY, _explanation(error))
             raise

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import TableArtifact
 
 from infini_model.config import Config
 from tasks import artifacts
-from tasks.failures import failure_as_state
-from tasks.stage import STAGE, run_stage, run_with_retries
+from tasks.stage import run_stage, run_with_retries
 
 
 def screen(config: Config, listing: Path) -> Path:
@@ -20,11 +19,11 @@ def screen(config: Config, listing: Path) -> Path:
     """
     if not any(each.screen for each in config.data.named_sources.values()):
         return listing
-    return run_with_retries(_screen, config.stages.screen, config, listing)
+    return run_with_retries(
+        _screen, config.stages.screen, "screen", config.data.name, config, listing
+    )
 
 
-@task(name="screen", task_run_name="screen {config.data.name}", **STAGE)
-@failure_as_state
 def _screen(config: Config, listing: Path) -> Path:
     config = config.updated(data={"folder": None})
     done = run_stage("screen", config, config.stages.screen, "--listing", str(listing))

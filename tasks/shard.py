@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import cast
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import TableArtifact
 from prefect.events import emit_event
-from prefect.runtime import task_run
 from prefect.states import Completed
 
 from infini_model.config import Config
@@ -22,9 +21,8 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.runs import dataset_here, find_run, is_started, read_run_config
 from infini_model.training.initial_weights import InitialWeights
 from tasks import artifacts
-from tasks.failures import failure_as_state
-from tasks.flow_run import attempt, current_owner
-from tasks.stage import STAGE, run_stage, run_with_retries
+from tasks.flow_run import current_owner
+from tasks.stage import run_stage, run_with_retries
 
 NEW_DATASET = "infini.dataset.ready"
 
@@ -65,7 +63,9 @@ def _begun_run(config: Config) -> Path | None:
 
 def use_dataset(config: Config) -> Dataset:
     """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
-    dataset = run_with_retries(_plan, config.stages.shard, config, None)
+    stage, folder = config.stages.shard, config.data.folder
+    asked = config.data.name if folder is None else PurePath(folder).name
+    dataset = run_with_retries(_plan, stage, "plan", asked, config, None)
     get_run_logger().info("Using dataset %s without changes", dataset.place)
     return dataset
 
@@ -92,25 +92,17 @@ def share_made(config: Config, dataset: Dataset) -> str:
 
 def build_dataset(config: Config, listing: Path) -> Dataset:
     """Build the dataset, which with `data.share` may have `missing` partitions."""
-    log, stage = get_run_logger(), config.stages.shard
-    plan = run_with_retries(_plan, stage, config, listing)
+    log, stage, name = get_run_logger(), config.stages.shard, config.data.name
+    plan = run_with_retries(_plan, stage, "plan", name, config, listing)
     if plan.fault:
         log.warning("%s; rebuilding its partition", plan.fault)
-    dataset = run_with_retries(_build, stage, config, listing, plan)
+    subject = f"{name}-{plan.key:.16}"
+    dataset = run_with_retries(_build, stage, "shard", subject, config, listing, plan)
     if not dataset.missing:
         log.info("Dataset %s is %s", dataset.place, "reused" if dataset.intact else "ready")
     return dataset
 
 
-def _plan_name() -> str:
-    """The name of a task run: the dataset that is asked for, by its folder if that is given."""
-    data = task_run.get_parameters()["config"].data
-    asked = data.name if data.folder is None else PurePath(data.folder).name
-    return f"plan {asked}{attempt()}"
-
-
-@task(name="plan", task_run_name=_plan_name, **STAGE)
-@failure_as_state
 def _plan(config: Config, listing: Path | None) -> Dataset:
     """Identify the requested dataset by its content key, and what of it already exists.
 
@@ -127,8 +119,6 @@ def _plan(config: Config, listing: Path | None) -> Dataset:
     return plan
 
 
-@task(name="shard", task_run_name="shard {config.data.name}-{plan.key:.16}", **STAGE)
-@failure_as_state
 def _build(config: Config, listing: Path, plan: Dataset) -> Dataset:
     """Build missing or damaged partitions, and the dataset folder of all partitions.
 

@@ -11,9 +11,10 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -25,6 +26,7 @@ from infini_model.runtime.processes import ProcessTimeoutError, run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from tasks.artifacts import progress
 from tasks.control import stopped_with_flow_run
+from tasks.failures import EXPECTED, failed
 from tasks.flow_run import attempt, log_line
 
 TAIL_LINES = 20
@@ -41,29 +43,41 @@ async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -
     return not isinstance(error, UserError) and not getattr(error, "is_final", False)
 
 
-# Options of every stage's Prefect task. Prefect caches and stores no results: they depend on the
-# disk, where the library reuses existing outputs by content and checksum.
-STAGE: dict[str, Any] = {
-    "cache_policy": NO_CACHE,
-    "persist_result": False,
-    "retry_condition_fn": is_worth_a_retry,
-    "retry_jitter_factor": 0.5,
-}
+def run_with_retries(
+    work: Callable[P, R],
+    stage: StageConfig,
+    name: str,
+    subject: str,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """Run the work of a stage as the Prefect task `name`, on `subject`, retried as `stage` says.
 
-
-def run_with_retries(task: Task[P, R], stage: StageConfig, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run the task of a stage, with retries and exponential backoff as its settings say.
-
-    The stage enforces its timeout itself: Prefect's would leave the children running. Raises what
-    the stage failed with.
+    Prefect caches and stores no results: they depend on the disk, where the library reuses existing
+    outputs by content and checksum. The stage enforces its timeout itself: Prefect's would leave
+    the children running. Raises what the stage failed with.
     """
-    name = task.task_run_name
-    retried = task.with_options(
-        task_run_name=name + attempt() if isinstance(name, str) else name,
+
+    @wraps(work)
+    def with_failure_as_state(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return work(*args, **kwargs)
+        except EXPECTED as error:
+            return cast("R", failed(error))
+
+    title = f"{name} {subject}{attempt()}"
+    task = Task(
+        with_failure_as_state,
+        name=name,
+        task_run_name=lambda: title,
+        cache_policy=NO_CACHE,
+        persist_result=False,
         retries=stage.retries,
         retry_delay_seconds=exponential_backoff(stage.retry_delay_seconds),
+        retry_condition_fn=is_worth_a_retry,
+        retry_jitter_factor=0.5,
     )
-    return retried(*args, **kwargs, return_state=True).result()
+    return task(*args, **kwargs, return_state=True).result()
 
 
 def run_stage(

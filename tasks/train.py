@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.artifacts import LinkArtifact
 
 from infini_model.config import Config
@@ -23,9 +23,9 @@ from infini_model.training.run_status import is_trained, saved_step
 from tasks import artifacts
 from tasks.artifacts import LiveArtifact, progress, updates
 from tasks.control import stopped_with_flow_run
-from tasks.failures import EXPECTED, failure_as_state, note_training, saved_note
+from tasks.failures import EXPECTED, note_training, saved_note
 from tasks.flow_run import Waiting, current_owner, log_line, name_flow_run
-from tasks.stage import STAGE, TAIL_LINES, run_with_retries
+from tasks.stage import TAIL_LINES, run_with_retries
 from tasks.weights import fetch_anew
 
 # Between two updates of what Prefect shows of a training.
@@ -94,11 +94,11 @@ def _train_claimed(
         if saved_step(run_dir) is None and not weights.folder.is_dir():
             weights = fetch_anew(config)
         record_initial_weights(run_dir, weights)
-    run_with_retries(_train, config.stages.train, config, dataset.folder, run_dir)
+    run_with_retries(
+        _train, config.stages.train, "train", run_dir.name, config, dataset.folder, run_dir
+    )
 
 
-@task(name="train", task_run_name="train {run_dir.name}", **STAGE)
-@failure_as_state
 def _train(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     """Train in `run_dir`, or resume from its newest checkpoint, as every retry does.
 

@@ -5,17 +5,14 @@ Once their shape is known, the memory of the training is compared with what this
 
 from __future__ import annotations
 
-from prefect import task
-
 from infini_model.config import Config
 from infini_model.runtime.branches import parent_of
 from infini_model.runtime.claims import run_to_resume
 from infini_model.runtime.stored_runs import saved_steps
 from infini_model.training.initial_weights import InitialWeights, read_initial_weights
 from tasks.checks import check_training_memory
-from tasks.failures import failure_as_state
 from tasks.flow_run import current_owner
-from tasks.stage import STAGE, run_stage, run_with_retries
+from tasks.stage import run_stage, run_with_retries
 
 
 def fetch_weights(config: Config) -> InitialWeights | None:
@@ -44,10 +41,10 @@ def fetch_weights(config: Config) -> InitialWeights | None:
 
 def fetch_anew(config: Config) -> InitialWeights:
     """The same, whatever a run has recorded."""
-    return run_with_retries(_fetch, config.stages.weights, config)
+    return run_with_retries(
+        _fetch, config.stages.weights, "weights", str(config.model.initial_weights), config
+    )
 
 
-@task(name="weights", task_run_name="weights {config.model.initial_weights}", **STAGE)
-@failure_as_state
 def _fetch(config: Config) -> InitialWeights:
     return InitialWeights.model_validate(run_stage("weights", config, config.stages.weights))

@@ -229,13 +229,12 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
 STORY = """
 from logging import getLogger
 from pathlib import Path
-from prefect import flow, task
+from prefect import flow
 from infini_model.config import StageConfig
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, Waiting, name_flow_run
-from tasks.stage import STAGE, run_with_retries
+from tasks.stage import run_with_retries
 
-@task(name="wait", task_run_name="wait {note}", **STAGE)
 def wait(note):
     waiting = Waiting(Path(note))
     waiting.update()
@@ -249,7 +248,7 @@ def wait(note):
 def story(note):
     name_flow_run("run-2", "run:run-2")
     getLogger("infini_model.training.memory_estimate").warning("training.warmup_steps=4 is less")
-    run_with_retries(wait, StageConfig(), note)
+    run_with_retries(wait, StageConfig(), "wait", note, note)
     raise KeyError("an unexpected error")
 """
 

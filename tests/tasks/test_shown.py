@@ -59,7 +59,7 @@ def test_a_failure_of_a_training_says_what_is_saved(
     ("when", "told"), [("1.03 second(s) from now", "in 2 s"), ("immediately",) * 2]
 )
 def test_a_retry_is_announced_with_its_cause_and_no_advice(when: str, told: str) -> None:
-    state = failures._failed(TrainingFailure("crash", "killed by SIGKILL"))
+    state = failures.failed(TrainingFailure("crash", "killed by SIGKILL"))
     args = ("state", state, 1, 2, when)
     record = logging.LogRecord("prefect.task_runs", logging.INFO, "", 1, failures.RETRY, args, None)
     assert failures._WithoutEchoes().filter(record)

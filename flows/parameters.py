@@ -31,7 +31,7 @@ from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.stored_runs import refresh_runs
-from tasks.control import end_earlier_tasks
+from tasks.control import end_earlier_attempt
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, unwrapped
 
@@ -323,7 +323,7 @@ def as_flow(function: Callable[[Any], R]) -> Flow[..., R]:
     @functools.wraps(function)
     def with_parameters(**parameters: Any) -> R:
         engine.mark_as_engine(flow_run.id)
-        end_earlier_tasks()
+        end_earlier_attempt()
         asked = invoked(**parameters)
         return function(asked if takes_all else asked.config)
 

@@ -101,14 +101,6 @@ def show_folder(key: str, folder: Path, description: str) -> None:
     show(key, MarkdownArtifact(markdown=f"`{folder.resolve()}`", description=description))
 
 
-def remove(key: str) -> None:
-    """Remove the artifact that an earlier attempt of this flow run left under a key."""
-    with warn_on_error(f"removal of artifact {key!r}"):
-        client, (_, flow_run_id) = get_client(sync_client=True), get_task_and_flow_run_ids()
-        if found := find(client, flow_run_id, key):
-            client.delete_artifact(found)
-
-
 @contextlib.contextmanager
 def updates(what: str, update: Callable[[], None], seconds: float) -> Iterator[None]:
     """Call `update` every `seconds` while the block runs, and once more at its end.

@@ -194,9 +194,7 @@ def end(
     Its artifact `failure` becomes `explanation`, Markdown, or goes. The flow run's own state is set
     last: who is interrupted begins again. Raises what Prefect's client raises.
     """
-    end_tasks(client, flow_run, state)
-    if earlier := find(client, flow_run.id, KEY):
-        client.delete_artifact(earlier)
+    _end_attempt(client, flow_run, state)
     if explanation is not None:
         failure = ArtifactCreate(key=KEY, type="markdown", data=explanation)
         failure.description, failure.flow_run_id = f"{FIRST}: {state.message}", flow_run.id
@@ -204,13 +202,19 @@ def end(
     client.set_flow_run_state(flow_run.id, state, force=True)
 
 
-def end_earlier_tasks() -> None:
-    """End the tasks of earlier engines of the current flow run, such as one that was suspended."""
+def end_earlier_attempt() -> None:
+    """End what earlier engines of the current flow run have left: its tasks, and its `failure`."""
     current = retried_flow_run()
     if current is None:
         return
-    with warn_on_error("end of earlier tasks"), get_client(sync_client=True) as client:
-        end_tasks(client, current, Cancelled(message="A later attempt takes its place"))
+    with warn_on_error("end of the earlier attempt"), get_client(sync_client=True) as client:
+        _end_attempt(client, current, Cancelled(message="A later attempt takes its place"))
+
+
+def _end_attempt(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> None:
+    end_tasks(client, flow_run, state)
+    if earlier := find(client, flow_run.id, KEY):
+        client.delete_artifact(earlier)
 
 
 def end_tasks(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> None:

@@ -32,7 +32,7 @@ from infini_model.training.memory_estimate import SMALLER, Machine, advice
 from infini_model.training.model_shape import UnknownShapeError, known_shape, with_vocabulary
 from infini_model.training.run_status import saved_step
 from tasks import artifacts
-from tasks.flow_run import current_flow_run, library_logged, retried_flow_run
+from tasks.flow_run import current_flow_run, library_logged
 
 EXPECTED = (UserError, ConnectionError, StageError, TimeoutError)
 KEY = "failure"
@@ -184,8 +184,6 @@ def report_failure(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if retried_flow_run():
-            artifacts.remove(KEY)
         try:
             with library_logged():
                 return function(*args, **kwargs)

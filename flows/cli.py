@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 from typer._click.exceptions import NoSuchOption
@@ -383,10 +383,9 @@ def generate(
         str | None, typer.Option(help="Text to continue (default: asks for one on a terminal).")
     ] = None,
     prompt_file: Annotated[
-        Path | None,
+        typer.FileBinaryRead | None,
         typer.Option(
             help="File with the text to continue, or - for stdin; it is not repeated.",
-            parser=expanded,
             metavar="PATH",
         ),
     ] = None,
@@ -433,21 +432,17 @@ def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
         typer.echo()
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
+def _read_prompt(prompt: str | None, file: BinaryIO | None) -> str:
     """The text of `--prompt` or `--prompt-file`. Raises `UserError` in one line."""
     if (prompt is None) == (file is None):
         raise UserError("give either --prompt or --prompt-file")
+    # An argument of the shell need not be UTF-8.
+    data = os.fsencode(prompt or "") if file is None else file.read()
     try:
-        if file is None:
-            # An argument of the shell need not be UTF-8.
-            data = os.fsencode(prompt or "")
-        else:
-            data = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
         return data.decode("utf-8")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{file or '--prompt'}: is not UTF-8 text") from error
+        option = "--prompt" if file is None else "--prompt-file"
+        raise UserError(f"{option}: is not UTF-8 text") from error
 
 
 @app.command()

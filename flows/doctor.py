@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flows.serving.access import mlflow_client, stored_secret
 from flows.serving.connection import API_URL, AUTH_STRING, configured, get, served
-from flows.serving.servers import check_port, prefect_dir
+from flows.serving.servers import prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import DeviceError, UnreachableError, UserError
 from infini_model.runtime.machine import (
@@ -167,14 +167,6 @@ def _disks(config: Config) -> Iterator[Finding]:
     yield Finding("output folder", f"{folder}, {free:.0f} GiB free", remedy)
 
 
-def _port(port: int, option: str) -> Finding:
-    try:
-        check_port(port, option)
-    except UserError as error:
-        return Finding(f"port {port}", "in use", str(error))
-    return Finding(f"port {port}", "free")
-
-
 def _server(subject: str, url: str, auth_string: str | None, variables: str) -> Finding:
     """Whether a server answers a request that may require "user:password"."""
     try:
@@ -210,9 +202,6 @@ def _mlflow(config: Config, secret: str | None) -> Finding:
 
 
 def _servers(config: Config) -> Iterator[Finding]:
-    if not served(config):  # otherwise they are in use by that infini serve
-        yield _port(4200, "--port")
-        yield _port(5000, "--mlflow-port")
     try:
         secret = stored_secret(prefect_dir(config))
     except UserError as error:
@@ -226,5 +215,5 @@ def _servers(config: Config) -> Iterator[Finding]:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Check versions, devices, disk, ports and servers, without changing anything."""
+    """Check versions, devices, disk and servers, without changing anything."""
     return [*_versions(), *_devices(), _training(config), *_disks(config), *_servers(config)]

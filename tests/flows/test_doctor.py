@@ -11,7 +11,6 @@ from flows import doctor
 from flows.presets import configure
 from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DeviceError
-from infini_model.runtime.storage import lock, make_folder, write_json
 from infini_model.training import memory_estimate
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Driver, Gpu
@@ -123,14 +122,6 @@ def test_memory_is_told_with_what_would_fit(
     unknown = found("model={initial_weights: team/llama, segment_length: 2048}", preset="uptrain")
     assert "not known before the weights team/llama have been read" in unknown.found
     assert not any(tmp_path.iterdir())  # nothing is created
-
-
-def test_the_ports_of_its_own_serve_are_not_taken(config: Config) -> None:
-    home = make_folder(config.run.output_dir / "prefect")
-    write_json(home / "serve.json", {"api_url": "http://127.0.0.1:9/api"})
-    assert "port 4200" in remedies(config)
-    with lock(home / "serve.lock"):
-        assert "port 4200" not in remedies(config)
 
 
 def test_mlflows_own_variables_are_shown_and_give_way_to_settings(

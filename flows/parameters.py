@@ -58,12 +58,7 @@ SETTINGS = {
     "run": Setting(
         "run.name", EVALUATE, "Name of the run folder to evaluate; the newest run if empty."
     ),
-    "sweep": Setting(
-        "comparison.sweep",
-        COMPARE,
-        "Settings to vary, each as KEY=VALUE,VALUE such as `model.memory=linear,none`. All "
-        "combinations are run first, one after another; finished ones are reused.",
-    ),
+    "sweep": Setting("comparison.sweep", COMPARE),
     "runs": Setting("comparison.runs", COMPARE),
     "documents": Setting(
         "data.source.paths",

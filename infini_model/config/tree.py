@@ -117,7 +117,7 @@ class ComparisonConfig(Section):
     first one that is evaluated."""
     sweep: list[str] = []
     """Settings whose combinations are run first, one after another, each as KEY=VALUE,VALUE such as
-    model.memory=linear,none."""
+    model.memory=linear,none; finished runs are reused."""
 
 
 class RunConfig(Section):

@@ -200,10 +200,8 @@ class TokenizerConfig(Section):
     """Token that ends every document; null (default) is the one that the tokenizer's files state,
     or a special token that is known to end a text, such as <|endoftext|>."""
     vocab_size: Annotated[int, Field(ge=257, le=1 << 24)] = 4096
-    """Vocabulary size of the tokenizer that spec=train trains."""
-    retrain: bool = False
-    """Train again on the source as it is now (spec=train); by default datasets of the same
-    data.name and vocabulary size keep the tokenizer that was trained first."""
+    """Vocabulary size of the tokenizer that spec=train trains; datasets of the same data.name and
+    vocabulary size keep the one that was trained first."""
 
 
 class SplitsConfig(Section):

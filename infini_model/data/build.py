@@ -379,7 +379,7 @@ def plan_dataset(listing: Listing, config: Config) -> Dataset:
     if wanted.pin is not None:
         log.info(
             "tokenizer: reusing the one trained for dataset %s on %s; "
-            "data.tokenizer.retrain=true trains another",
+            "a dataset of another data.name trains another",
             config.data.name,
             wanted.pin.trained,
         )

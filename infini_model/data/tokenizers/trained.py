@@ -45,11 +45,10 @@ Place: TypeAlias = tuple[Reading, Sequence[FileRange]]
 
 
 class PinnedTokenizer(Record):
-    """Which tokenizer the datasets of a name use, the day on which it was trained, and on what."""
+    """Which tokenizer the datasets of a name use, and the day on which it was trained."""
 
     fingerprint: str
     trained: str
-    content: str
 
 
 class TokenizerStore:
@@ -150,9 +149,8 @@ def dataset_tokenizer(
     """The tokenizer that `config` asks for, and its pin if it was trained for an earlier dataset.
 
     Any process that makes a partition loads it from those that are `kept`, and puts it on its
-    device. `train` trains it once for datasets of this name and vocabulary size;
-    `tokenizer.retrain` trains it on the files that there are now. Raises `DataError` as
-    `load_tokenizer` does, `DeviceError` for a GPU that does not exist.
+    device. `train` trains it once for datasets of this name and vocabulary size. Raises `DataError`
+    as `load_tokenizer` does, `DeviceError` for a GPU that does not exist.
     """
     asked = config.tokenizer
     if config.engine == "local":
@@ -166,29 +164,19 @@ def dataset_tokenizer(
     name = f"{config.name}.{asked.vocab_size}"
     with kept.lock(name):
         pin, version = kept.read_pin(name)
-        # The stages after the plan ask again, when there is nothing new to train on.
-        if pin is not None and (not asked.retrain or pin.content == _key(partitions)):
+        if pin is not None:
             try:
-                return kept.load(pin.fingerprint, "train"), None if asked.retrain else pin
+                return kept.load(pin.fingerprint, "train"), pin
             except (DataError, ObjectMissingError) as error:
                 place = kept.folder_of(pin.fingerprint)
                 log.warning("%s: %s; training the tokenizer again", place, error)
         trained = _train(partitions, asked.vocab_size)
         kept.keep(trained)
-        new = PinnedTokenizer(
-            fingerprint=trained.fingerprint,
-            trained=datetime.now(UTC).date().isoformat(),
-            content=_key(partitions),
-        )
+        today = datetime.now(UTC).date().isoformat()
+        new = PinnedTokenizer(fingerprint=trained.fingerprint, trained=today)
         counts = kept.pin(name, new, version)
     is_first = counts.fingerprint == trained.fingerprint
     return trained if is_first else kept.load(counts.fingerprint, "train"), None
-
-
-def _key(partitions: Sequence[Place]) -> str:
-    """A hash of the text that a tokenizer is trained on."""
-    read = ([reading.decides, _content((reading, ranges))] for reading, ranges in partitions)
-    return storage.content_key(sorted(map(storage.content_key, read)))
 
 
 def _content(place: Place) -> str:

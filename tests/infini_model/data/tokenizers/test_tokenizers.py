@@ -319,25 +319,19 @@ def trained_by(tmp_path):
     return made
 
 
-def test_a_source_that_grows_keeps_its_tokenizer_until_asked(tmp_path, trained_by, caplog):
+def test_a_source_that_grows_keeps_its_tokenizer(tmp_path, trained_by, caplog):
     (tmp_path / "raw" / "0.txt").touch()
     with pytest.raises(DataError, match=r"\.txt: no documents left to train a tokenizer on"):
         trained_by(files="0.txt")
     first = trained_by()
     assert trained_by("other") == first
     (tmp_path / "raw" / "more.txt").write_text("zyx " * 5000)
-    assert trained_by("other", retrain=True) != first
+    assert trained_by("another") != first
     assert trained_by(vocab_size=281) != first
     caplog.clear()
     caplog.set_level(logging.INFO)
     assert trained_by() == first
     assert "training one of 280 tokens" not in caplog.text
-    retrained = trained_by(retrain=True)
-    # Other stages ask for the same: nothing has changed since.
-    assert trained_by(retrain=True) == retrained
-    assert caplog.text.count("training one of 280 tokens") == 1
-    assert retrained != first
-    assert trained_by() == retrained
 
 
 def test_what_is_damaged_is_trained_again(tmp_path, trained_by):
@@ -355,6 +349,5 @@ def test_what_is_damaged_is_trained_again(tmp_path, trained_by):
         lambda: tear() or pin.unlink(),
         lambda: train_tokenizer([["zyx"] * 99], 280).save(file.parent),
     ):
-        for retrain in (False, True):
-            harm()
-            assert trained_by(retrain=retrain) == first
+        harm()
+        assert trained_by() == first

@@ -60,8 +60,6 @@ UNKNOWN, UNKNOWN_START = r"[^\pC\pL\pM\pN\pP\pS\pZ]", (0xE0, 0xE1, 0xEA, 0xF0)
 END_BYTES, END_MARGIN = 1 << 12, 32
 # A byte in a vocabulary of SentencePiece.
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-# Texts that tell what a post-processor puts around every text.
-FRAMED = ("a", "Hello, world")
 
 
 class BPETokenizer:
@@ -154,17 +152,12 @@ class BPETokenizer:
 
     def _find_bos(self) -> int | None:
         """The token that the file's post-processor puts in front of every text, if it is one."""
-        first = set[int]()
-        for text in FRAMED:
-            framed, plain = (
-                self._reference.encode(text, add_special_tokens=special).ids
-                for special in (True, False)
-            )
-            # What it puts behind a text does not matter: an end-of-text token is there anyway.
-            if not plain or framed[1 : len(plain) + 1] != plain:
-                return None
-            first.add(framed[0])
-        return first.pop() if len(first) == 1 else None
+        framed, plain = (
+            self._reference.encode("Hello, world", add_special_tokens=special).ids
+            for special in (True, False)
+        )
+        # What it puts behind a text does not matter: an end-of-text token is there anyway.
+        return framed[0] if plain and framed[1 : len(plain) + 1] == plain else None
 
     def special_tokens(self) -> dict[str, str]:
         """The texts of named tokens, under the names that `transformers` uses."""

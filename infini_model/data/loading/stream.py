@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,48 +59,46 @@ class ShardArrays(NamedTuple):
 class _Listed(NamedTuple):
     """What a manifest says of the shards in `folder`; of the records only what is needed is kept.
 
-    There may be a million of them. `start` int64 [shards] is where the arrays of each begin;
-    `conversations` bool [shards], whether those tell what is learned.
+    There may be a million of them. `sizes` int64 [3, shards] are the documents and the tokens of
+    each, and where its arrays begin; `conversations` bool [shards], whether those tell what is
+    learned.
     """
 
     folder: str
     files: list[str]
     dtype: np.dtype
-    documents: np.ndarray
-    tokens: np.ndarray
-    start: np.ndarray
+    sizes: np.ndarray
     conversations: np.ndarray
 
     def path(self, shard: int) -> str:
         # No `Path`: making one takes longer than opening the file.
         return f"{self.folder}/{self.files[shard]}"
 
+    def map(self, shard: int) -> ShardArrays:
+        """The arrays of a shard, memory-mapped without a copy.
 
-def map_shard(listed: _Listed, shard: int) -> ShardArrays:
-    """The arrays of a shard, memory-mapped without a copy.
-
-    Raises `DataError` that names the file if it is missing or not the shard in the manifest.
-    """
-    path, dtype = listed.path(shard), listed.dtype
-    documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
-    offsets, values, learnt = array_starts(
-        int(listed.start[shard]), documents, tokens, dtype.itemsize
-    )
-    try:
-        # The mapping outlives the file descriptor, so that thousands of shards can be open.
-        with pa.memory_map(path) as file:
-            mapped = file.read_buffer()
-        arrays = ShardArrays(
-            np.frombuffer(mapped, dtype, tokens, values),
-            np.frombuffer(mapped, np.int32, documents + 1, offsets),
-            np.frombuffer(mapped, np.uint8, -(-tokens // 8), learnt)
-            if listed.conversations[shard]
-            else np.zeros(0, np.uint8),
-        )
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: is not the shard in the manifest: {error}; {AGAIN}") from error
-    _check_ends(path, (int(arrays.offsets[0]), int(arrays.offsets[-1])), tokens)
-    return arrays
+        Raises `DataError` that names the file if it is missing or not the shard in the manifest.
+        """
+        path = self.path(shard)
+        documents, tokens, start = self.sizes[:, shard].tolist()
+        offsets, values, learnt = array_starts(start, documents, tokens, self.dtype.itemsize)
+        try:
+            # The mapping outlives the file descriptor, so that thousands of shards can be open.
+            with pa.memory_map(path) as file:
+                mapped = file.read_buffer()
+            arrays = ShardArrays(
+                np.frombuffer(mapped, self.dtype, tokens, values),
+                np.frombuffer(mapped, np.int32, documents + 1, offsets),
+                np.frombuffer(mapped, np.uint8, -(-tokens // 8), learnt)
+                if self.conversations[shard]
+                else np.zeros(0, np.uint8),
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path}: is not the shard in the manifest: {error}; {AGAIN}"
+            ) from error
+        _check_ends(path, (int(arrays.offsets[0]), int(arrays.offsets[-1])), tokens)
+        return arrays
 
 
 def _check_ends(path: str, ends: tuple[int, int], tokens: int) -> None:
@@ -150,23 +148,15 @@ class TokenStream:
         of_turns = np.zeros(len(shards), bool)
         for name in conversations:
             of_turns[self.sources[name]] = True
-        listed = _Listed(
-            str(folder),
-            list(files),
-            dtype,
-            np.array([shard.documents for shard in shards], np.int64),
-            np.array([shard.tokens for shard in shards], np.int64),
-            np.array([shard.start for shard in shards], np.int64),
-            of_turns,
-        )
+        names = ("documents", "tokens", "start")
+        sizes = np.array([[getattr(shard, name) for shard in shards] for name in names], np.int64)
+        self._listed = listed = _Listed(str(folder), list(files), dtype, sizes, of_turns)
         for number, shard in enumerate(shards):
             _check_size(listed.path(number), shard.bytes)
-        self._listed = listed
-        self.token_starts = _starts(listed.tokens)
-        self.document_starts = _starts(listed.documents)
+        self.document_starts, self.token_starts = map(_starts, sizes[:2])
         # Not a method, as a cycle through the cache would keep all files mapped until the garbage
         # collector finds it.
-        self.shard: Callable[[int], ShardArrays] = lru_cache(max_mapped)(partial(map_shard, listed))
+        self.shard: Callable[[int], ShardArrays] = lru_cache(max_mapped)(listed.map)
 
     def sizes(self, shards: slice) -> tuple[int, int]:
         """Count the tokens and the documents of consecutive shards."""
@@ -207,17 +197,14 @@ class TokenStream:
 
         Yields int32 arrays of `DOCUMENTS_AT_ONCE` documents; the last one of each shard is shorter.
         """
-        listed = self._listed
-        numbers = np.arange(len(listed.files))[shards]
-        for shard in numbers[listed.documents[shards] > 0].tolist():
-            documents, tokens = int(listed.documents[shard]), int(listed.tokens[shard])
-            yield from _read_lengths(
-                listed.path(shard), documents, tokens, int(listed.start[shard])
-            )
+        listed, documents = self._listed, self._listed.sizes[0]
+        numbers = np.arange(len(documents))[shards]
+        for shard in numbers[documents[shards] > 0].tolist():
+            yield from _read_lengths(listed.path(shard), *listed.sizes[:, shard].tolist())
 
     def content_hashes(self) -> Iterator[np.ndarray]:
         """8 bytes of the hash of every text, in order: uint64, an array a shard; none is mapped."""
-        for shard in np.flatnonzero(self._listed.documents).tolist():
+        for shard in np.flatnonzero(self._listed.sizes[0]).tolist():
             yield _read_hashes(self._listed.path(shard))
 
     def offsets_at(self, shards: np.ndarray, places: np.ndarray) -> np.ndarray:

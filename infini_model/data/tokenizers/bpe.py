@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -67,9 +67,9 @@ class BPETokenizer:
 
     `eos_token`, a text or an id, ends every document, whatever the files state.
 
-    `make_fast` is called before the first text is encoded, since many tokenizers never encode any;
-    it returns a `gigatoken.Tokenizer` of the same file, or None to use only `tokenizers`. With
-    `parallel` false it encodes in the caller's thread, otherwise on all cores.
+    With `fast`, `checked_gigatoken` encodes if it can. It is made before the first text is encoded,
+    since many tokenizers never encode any. With `parallel` false it encodes in the caller's thread,
+    otherwise on all cores.
     """
 
     parallel: bool | None = None
@@ -81,7 +81,7 @@ class BPETokenizer:
         *,
         stated: StatedTokens = NOTHING_STATED,
         eos_token: str | int | None = None,
-        make_fast: Callable[[BPETokenizer], Any] | None = None,
+        fast: bool = False,
     ) -> None:
         from tokenizers import Tokenizer as Reference
 
@@ -94,7 +94,7 @@ class BPETokenizer:
         self._reference.no_truncation()
         self._reference.no_padding()
         self.text, self.stated = text, stated
-        self._make_fast = make_fast
+        self._may_be_fast = fast
         vocabulary: dict[str, int] = self._reference.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.end_token_ids = self._find_ends(vocabulary, eos_token)
@@ -188,7 +188,7 @@ class BPETokenizer:
 
     @cached_property
     def _fast(self) -> Any:
-        return None if self._make_fast is None else self._make_fast(self)
+        return checked_gigatoken(self) if self._may_be_fast else None
 
     def encode_batch(self, texts: Texts) -> Ragged:
         """The ids of each document; special tokens spelt out in the text become their ids."""
@@ -374,7 +374,7 @@ def train_tokenizer(documents: Iterable[Texts], vocab_size: int) -> BPETokenizer
     )
     texts = (text for batch in documents for text in as_array(batch).to_pylist())
     model.train_from_iterator(training_parts(texts, split), trainer)
-    return BPETokenizer("train", model.to_str(pretty=True), make_fast=checked_gigatoken)
+    return BPETokenizer("train", model.to_str(pretty=True), fast=True)
 
 
 def training_parts(texts: Iterable[str], split: Any) -> Iterator[str]:

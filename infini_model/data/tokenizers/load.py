@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infini_model.config.model import TOKENIZER_NAME
 from infini_model.data.manifest import AGAIN, read_manifest
-from infini_model.data.tokenizers.bpe import BPETokenizer, checked_gigatoken
+from infini_model.data.tokenizers.bpe import BPETokenizer
 from infini_model.data.tokenizers.stated import (
     NOTHING_STATED,
     TOKENIZER_FILE,
@@ -107,9 +107,7 @@ def _load_file(
         raise DataError(f"{path}: does not exist")
 
     def load(text: str) -> BPETokenizer:
-        return BPETokenizer(
-            spec, text, stated=stated, eos_token=eos_token, make_fast=checked_gigatoken
-        )
+        return BPETokenizer(spec, text, stated=stated, eos_token=eos_token, fast=True)
 
     tokenizer, rows = load(text), stated.model.get("vocab_size")
     if isinstance(rows, int) and tokenizer.vocab_size > rows:

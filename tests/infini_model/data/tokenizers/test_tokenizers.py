@@ -23,7 +23,6 @@ from infini_model.data.tokenizers import trained as trained_tokenizers
 from infini_model.data.tokenizers.bpe import (
     END_BYTES,
     BPETokenizer,
-    checked_gigatoken,
     train_tokenizer,
 )
 from infini_model.data.tokenizers.gpu import (
@@ -130,7 +129,7 @@ def test_letters_that_gigatoken_alone_knows_are_left_to_tokenizers(trained):
     last = [name for name, byte in byte_of_character().items() if 0x80 <= byte < 0xC0]
     vocabulary |= {f"{name}<": 257 + number for number, name in enumerate(last)}
     tree["model"] |= {"vocab": vocabulary, "merges": [[name, "<"] for name in last]}
-    tokenizer = BPETokenizer("x", json.dumps(tree), make_fast=checked_gigatoken)
+    tokenizer = BPETokenizer("x", json.dumps(tree), fast=True)
     texts = ["é<", *(f"{chr(letter)}<s" for letter in NEWEST), "", "…<", "😀< é<"]
     for some in (texts, texts[::-1], texts[-1:], texts[1:2]):
         ids, expected = tokenizer.encode_batch(some), tokenizer.reference().encode_batch(some)
@@ -283,7 +282,8 @@ def test_a_wrong_fast_tokenizer_is_detected_and_replaced(tmp_path, trained, capl
     gigatoken = pytest.importorskip("gigatoken")
     train_tokenizer([["something else entirely"] * 9], 280).save(tmp_path)
     fast = gigatoken.Tokenizer(str(tmp_path / "tokenizer.json"))
-    wrong = BPETokenizer("x", trained.text, make_fast=lambda _: fast)
+    monkeypatch.setattr(bpe, "checked_gigatoken", lambda _: fast)
+    wrong = BPETokenizer("x", trained.text, fast=True)
     assert not wrong.same_ids(TEXTS[0].encode(), wrong.encode_batch(TEXTS[:1]).ids)
 
     raw = write_parquet(tmp_path / "a.parquet", TEXTS[:50])

@@ -287,19 +287,12 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     Call it only while no other process writes to the run. A damaged `step-N` becomes
     `damaged-step-N`, which pruning ignores and which can still be inspected.
     """
-    folder = run_dir / CHECKPOINTS
-    for place in (
-        folder,
-        run_dir,
-        run_dir / "logs",
-        run_dir / "profile",
-        *(run_dir / "debug").rglob("*"),
-    ):
+    for place in (run_dir, *run_dir.rglob("*")):
         remove_leftovers(place)
     for _, path in list_checkpoints(run_dir):
         if path == checkpoint:
             break
-        damaged = folder / f"damaged-{path.name}"
+        damaged = path.with_name(f"damaged-{path.name}")
         if damaged.exists():
             shutil.rmtree(retire(damaged), ignore_errors=True)
         os.rename(path, damaged)

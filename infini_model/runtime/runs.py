@@ -325,7 +325,7 @@ def find_run(runs_dir: Path, owner_id: str) -> Path | None:
 
 
 def is_shared(key: str) -> bool:
-    """Whether a file or folder of a run is small, and of interest to other machines.
+    """Whether a file of a run is small, and of interest to other machines.
 
     Keys from a store are checked by this too: none of them leaves the run folder.
     """
@@ -336,10 +336,6 @@ def is_shared(key: str) -> bool:
 
 def small_files(run_dir: Path) -> list[str]:
     """The files of a run that are copied one by one; the report's record last."""
-    found = []
-    for folder, folders, names in os.walk(run_dir):
-        below = Path(folder).relative_to(run_dir)
-        folders[:] = [name for name in folders if is_shared((below / name).as_posix())]
-        keys = [(below / name).as_posix() for name in names]
-        found += [key for key in keys if is_shared(key) and not (run_dir / key).is_symlink()]
-    return sorted(found, key=lambda key: (key == EVALUATION, key))
+    paths = (Path(folder, name) for folder, _, names in os.walk(run_dir) for name in names)
+    keys = (path.relative_to(run_dir).as_posix() for path in paths if not path.is_symlink())
+    return sorted(filter(is_shared, keys), key=lambda key: (key == EVALUATION, key))

@@ -229,15 +229,13 @@ def take_lock(path: Path, *, wait: bool = True, shared: bool = False) -> int | N
         make_folder(path.parent)
         with named_os_errors(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        is_taken = False
-        try:
-            held = _flock(descriptor, kind, TRIES)
-            is_taken = held and _is_at(path, descriptor)
-        finally:
-            if not is_taken:
-                os.close(descriptor)
-        if is_taken or not held:
-            return descriptor if is_taken else None
+        with contextlib.ExitStack() as unless_taken:
+            unless_taken.callback(os.close, descriptor)
+            if not _flock(descriptor, kind, TRIES):
+                return None
+            if _is_at(path, descriptor):
+                unless_taken.pop_all()
+                return descriptor
 
 
 def _flock(descriptor: int, kind: int, tries: int = 1) -> bool:

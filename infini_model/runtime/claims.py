@@ -41,7 +41,7 @@ from infini_model.runtime.runs import (
     settings_of_run,
     weights_fingerprint,
 )
-from infini_model.runtime.storage import atomic_file, make_folder, point_latest
+from infini_model.runtime.storage import atomic_file, point_latest
 from infini_model.runtime.stored_runs import (
     hold_run,
     refresh_run,
@@ -303,9 +303,7 @@ def claim_run(
     request = _Request(config, dataset_key, weights, owner)
     exact = request.exact_folder()
     for run_dir in request.candidates() if exact is None else _until_released(exact, owner):
-        make_folder(run_dir)
-        holder = Holder.current(run_dir, owner)
-        with hold_run(run_dir, holder, config.run.store) as held:
+        with hold_run(run_dir, Holder.current(run_dir, owner), config.run.store) as held:
             # Check again: it may have been started or finished just before it was held.
             if held is None or (exact is None and not request.may_have(run_dir)):
                 continue

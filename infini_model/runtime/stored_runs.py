@@ -49,7 +49,6 @@ from infini_model.runtime.runs import (
 from infini_model.runtime.storage import (
     MANIFEST,
     atomic_folder,
-    make_folder,
     point_latest,
     read_json_or_empty,
     write_json,
@@ -199,8 +198,7 @@ def _refresh(
     """Bring files here; does nothing and returns False if this folder has or had the run last."""
     stored = _store_of(run_dir, store)
     listed = next((each.version for each in objects if each.key == OWNER), None)
-    is_held = holder_of(make_folder(run_dir) / LOCK) is not None
-    if is_held or look(stored, run_dir, listed).is_own:
+    if holder_of(run_dir / LOCK) is not None or look(stored, run_dir, listed).is_own:
         return False
     _get_files(stored, run_dir, objects, only)
     return True

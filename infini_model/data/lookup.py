@@ -42,9 +42,10 @@ def resolve_dataset(spec: Path | str | None, run: RunConfig) -> str:
     if asked == LATEST:
         return f"{own.place}/{own.newest()}"
     for place in [asked] if is_url(asked) else [asked, str(run.output_dir / asked)]:
-        found = _found_at(place)
-        if found is not None:
-            return found
+        if is_dataset(place):
+            return place
+        if (folder := datasets_place(place)) is not None:
+            return f"{folder}/{datasets_at(folder).newest()}"
     names = own.names()
     # A path may be the folder of a run that another machine has trained.
     shared = run.datasets_store is not None and not is_url(asked)
@@ -81,17 +82,6 @@ def check_holds_datasets(run: RunConfig) -> None:
             f"run.data_dir: {place} is a finished dataset, and datasets are made beside each "
             "other; data.folder uses it as it is"
         )
-
-
-def _found_at(place: str) -> str | None:
-    """The dataset at a place, or the newest one that is kept there; None if there is neither."""
-    if is_dataset(place):
-        return place
-    folder = datasets_place(place)
-    if folder is None:
-        return None
-    datasets = datasets_at(folder)
-    return f"{datasets.place}/{datasets.newest()}"
 
 
 def finished_dataset(config: Config) -> Dataset:

@@ -246,7 +246,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, backend: AttentionBackend) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
+        size = vocab_size, config.hidden_size
+        # To draw weights on `meta`, PyTorch would load its compiler, in seconds.
+        undrawn = torch.empty(size) if torch.get_default_device().type == "meta" else None
+        self.embed_tokens = nn.Embedding(*size, _weight=undrawn)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         sizes = config.segment_length, config.window_segments, config.window_sinks

@@ -123,21 +123,11 @@ class _Parameters(NamedTuple):
 @functools.cache
 def _parameters(model: ModelConfig, lora: LoraConfig | None, optimizer: str) -> _Parameters:
     import torch
-    from torch import nn
-    from torch.overrides import TorchFunctionMode
 
     from infini_model.model.llama import InfiniLlama
     from infini_model.training.optimizer import group_of
 
-    class Undrawn(TorchFunctionMode):
-        """Draws no weights: on the meta device PyTorch would load its compiler, in seconds."""
-
-        def __torch_function__(
-            self, function: Any, _types: Any, args: Any = (), named: Any = None
-        ) -> Any:
-            return None if function is nn.init.normal_ else function(*args, **named or {})
-
-    with torch.device("meta"), Undrawn():
+    with torch.device("meta"):
         whole = InfiniLlama(model, lora=lora)
     everything = sum(p.nbytes for p in whole.parameters())
     layer = sum(p.nbytes for p in whole.model.layers[0].parameters())

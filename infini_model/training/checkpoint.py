@@ -26,14 +26,13 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from infini_model.config import ModelConfig
 from infini_model.data.loading.loader import Origin
 from infini_model.model.hf.adapter import Adapter, write_adapter
 from infini_model.model.hf.config import NO_TOKENS, TokenIds
-from infini_model.model.hf.weights import SHARD_BYTES, save_tensors, write_files
+from infini_model.model.hf.weights import SHARD_BYTES, opened, save_tensors, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
@@ -379,27 +378,18 @@ def load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
 def _files(checkpoint: Path) -> dict[str, str]:
     """Return the name of the file of each moment."""
     found = dict[str, str]()
     files = sorted(checkpoint.glob(OPTIMIZER.format(suffix="*")))
     for path in files or [checkpoint / OPTIMIZER.format(suffix="")]:
-        with _opened(path) as file:
+        with opened(path) as file:
             found |= dict.fromkeys(file.keys(), path.name)
     return found
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:
-    with _opened(path) as file:
+    with opened(path) as file:
         return cast("Tensor", file.get_tensor(name))
 
 
@@ -410,7 +400,7 @@ def load_generators(checkpoint: Path, world: World) -> None:
     """
 
     def read() -> dict[str, list[list[int]]]:
-        with _opened(checkpoint / GENERATORS) as file:
+        with opened(checkpoint / GENERATORS) as file:
             return {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
 
     for name, states in world.broadcast(read).items():

@@ -113,7 +113,7 @@ def read_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
     quantised.
     """
     tensors, unread = {}, set[str]()
-    with _opened(path) as file:
+    with opened(path) as file:
         for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
             if name not in shapes:
                 unread |= {kind for kind in MEMORY_PARAMETERS if name.endswith(f".{kind}")}
@@ -134,7 +134,7 @@ def read_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """A safetensors file. Raises `CheckpointError` if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -213,7 +213,7 @@ def with_own_output(folder: Path, config: ModelConfig) -> ModelConfig:
     names = [_stored_name(name, kind) for name in _VOCABULARY]
     found: dict[str, Tensor] = {}
     for path in weight_files(folder):
-        with _opened(path) as file:
+        with opened(path) as file:
             found |= {name: file.get_tensor(name) for name in {*names} & {*file.keys()}}
     embedding, output = map(found.get, names)
     if embedding is None or output is None or torch.equal(embedding, output):

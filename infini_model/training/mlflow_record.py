@@ -28,9 +28,6 @@ from infini_model.runtime.storage import (
 )
 from infini_model.training.callbacks import Status
 
-# MLflow's limits per request.
-METRICS_AT_ONCE = 1000
-PARAMS_AT_ONCE = 100
 # MLflow's limit of the digest of a dataset, in characters.
 DIGEST_LENGTH = 36
 # How long `end_record` waits for MLflow, in seconds.
@@ -145,7 +142,6 @@ class MlflowExporter:
                 # All of them: a record that was deleted meanwhile is a new one.
                 lines = read_metrics(self._run_dir)
             from mlflow.entities import Metric
-            from mlflow.utils import chunk_list
 
             new = [
                 Metric(name, value, int(line["time"] * 1000), int(line["step"]))
@@ -153,9 +149,8 @@ class MlflowExporter:
                 for name, value in metrics_of(line)
                 if line["step"] > self._delivered.get(name, -1)
             ]
-            for batch in chunk_list(new, METRICS_AT_ONCE):
-                self.client.log_batch(self.run_id, metrics=batch)
-                self._delivered.update({metric.key: metric.step for metric in batch})
+            self.client.log_batch(self.run_id, metrics=new)
+            self._delivered.update({metric.key: metric.step for metric in new})
         except Exception:
             # Some metrics may have arrived; reconnecting queries MLflow for them.
             self.client = None
@@ -211,19 +206,17 @@ class MlflowExporter:
     def _describe(self, client: Any, run: Any) -> None:
         """Record settings, origin and dataset; existing parameters are kept."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
-        from mlflow.utils import chunk_list
 
         settings = leaves(self._config.model_dump(mode="json"))
         params = [Param(k, str(v)[:6000]) for k, v in settings if k not in run.data.params]
-        for batch in chunk_list(params, PARAMS_AT_ONCE):
-            client.log_batch(run.info.run_id, params=batch)
         tags = self._origin()
         flow_run = tags.get("prefect.flow_run_id")
         # A description edited by a user in MLflow's UI, where it is Markdown, is kept.
         is_own = run.data.tags.get(NOTE) in (None, self._record.get("note"))
         if is_own and flow_run and (page := flow_run_page(flow_run)):
             tags[NOTE] = f"Flow run in Prefect: [{flow_run}]({page})"
-        client.log_batch(run.info.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
+        run_tags = [RunTag(k, v) for k, v in tags.items()]
+        client.log_batch(run.info.run_id, params=params, tags=run_tags)
         self._update_record(note=tags.get(NOTE, self._record.get("note")))
         dataset = self._record.get("dataset")
         if dataset is not None and not run.inputs.dataset_inputs:

@@ -86,7 +86,7 @@ def write_together(
     def write() -> bool:
         # Its name has something random in it, so another folder cannot be mistaken for it.
         if is_here := folder.is_dir():
-            _write(folder, places, rows.__getitem__)
+            _write(folder, places, rows)
         return is_here
 
     sees = together(world, target, write)
@@ -112,12 +112,12 @@ def write_together(
     return {name: checksum for each in found for name, checksum in each.items()}
 
 
-def _write(folder: Path, places: Places, rows_of: Callable[[str], Rows]) -> None:
+def _write(folder: Path, places: Places, every: Mapping[str, Rows]) -> None:
     for name, tensors in places.items():
         # Only for writing: NFS then sends just these bytes, and nothing of what others write.
         with os.fdopen(os.open(folder / name, os.O_WRONLY), "wb") as file:
             for tensor, start in tensors:
-                rows = rows_of(tensor)
+                rows = every[tensor]
                 file.seek(start + rows.offset)
                 file.write(rows.values.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
@@ -135,23 +135,17 @@ def _relay(
     if not world.is_main:
         sizes = torch.tensor([[each.first, len(each.values)] for each in rows.values()])
     found = dict(zip(rows, world.send_to_main(sizes, source).tolist(), strict=True))
-
-    def passed_on(name: str) -> Rows:
-        (first, count), own = found[name], rows[name]
-        values = own.values
-        if world.is_main:
-            values = values.new_empty(count, *own.shape[1:])
-        if count:
-            world.send_to_main(values, source)
-        return Rows(values, first, own.shape)
-
     errors = list[OSError]()
     for name, tensors in places.items():
         for tensor, start in tensors:
-            received = passed_on(tensor)
+            (first, count), own = found[tensor], rows[tensor]
+            values = own.values.new_empty(count, *own.shape[1:]) if world.is_main else own.values
+            if count:
+                world.send_to_main(values, source)
             if world.is_main and not errors:
+                received = Rows(values, first, own.shape)
                 try:
-                    _write(folder, {name: [(tensor, start)]}, {tensor: received}.__getitem__)
+                    _write(folder, {name: [(tensor, start)]}, {tensor: received})
                 except OSError as error:
                     errors.append(error)
     return errors

@@ -9,7 +9,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +36,12 @@ def faulty_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
     Under FSDP they are this rank's shards.
     """
-    named = {name: local_shard(p.detach()) for name, p in model.named_parameters()}
-    gradients = {
-        name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None
-    }
-    return {
-        kind: {name: each for name, each in members.items() if not each.isfinite().all()}
-        for kind, members in (("parameters", named), ("gradients", gradients))
-    }
+    found: dict[str, dict[str, Tensor]] = {"parameters": {}, "gradients": {}}
+    for name, parameter in model.named_parameters():
+        for kind, whole in (("parameters", parameter.detach()), ("gradients", parameter.grad)):
+            if whole is not None and not (own := local_shard(whole)).isfinite().all():
+                found[kind][name] = own
+    return found
 
 
 def rows_read(setup: TrainingSetup, step: Step) -> list[str]:
@@ -136,21 +133,17 @@ class NonFiniteReports(Callback):
         own = not math.isfinite(step.rank_loss)
         if own if not math.isfinite(step.loss) else world.is_main:
             log.error("%s", describe(step, gpu, faulty, rows_read(setup, step)))
+        file = folder / f"rank-{world.rank}.safetensors"
+        tensors = {
+            f"{kind}/{name}": tensor.cpu().contiguous()
+            for kind, members in faulty.items()
+            for name, tensor in members.items()
+        }
         try:
-            _save(folder / f"rank-{world.rank}.safetensors", faulty)
+            with atomic_file(file) as temporary:
+                save_tensors(tensors, temporary)
+            log.error("Debug tensors saved: %s", file)
         except UserError as error:
             # The non-finite step is the error to report, not the full disk.
             log.error("cannot save the tensors: %s", error)  # noqa: TRY400
         setup.checkpointer.save_to(folder, setup.state(step.number - 1, step.first_window))
-
-
-def _save(file: Path, faulty: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write tensors as `parameters/NAME` and `gradients/NAME`."""
-    tensors = {
-        f"{kind}/{name}": tensor.cpu().contiguous()
-        for kind, members in faulty.items()
-        for name, tensor in members.items()
-    }
-    with atomic_file(file) as temporary:
-        save_tensors(tensors, temporary)
-    log.error("Debug tensors saved: %s", file)

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from infini_model.config import ModelConfig
@@ -80,9 +81,7 @@ class TrainerState:
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> TrainerState:
         """Make a state of its JSON, without the keys unknown here."""
-        known = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree}
-        origin = known.pop("origin", None)
-        return cls(**known, origin=None if origin is None else Origin(**origin))
+        return TypeAdapter(cls).validate_python(tree)
 
     def write(self, folder: Path) -> None:
         """Write `state.json` of a checkpoint, with the versions of what wrote it."""
@@ -141,7 +140,6 @@ class HostCopy:
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
         """Copy the state of a checkpoint. Call it on all ranks: each copies what it saves."""
         copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
-        names = {file_name(name) for name, _ in model.named_parameters()}
         device, states = self._world.device, {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(device)
@@ -152,8 +150,8 @@ class HostCopy:
             torch.cuda.synchronize(device)
         return Snapshot(
             model.config,
-            parameters={name: copy for name, copy in copies.items() if name in names},
-            moments={name: copy for name, copy in copies.items() if name not in names},
+            parameters={name: copy for name, copy in copies.items() if SEPARATOR not in name},
+            moments={name: copy for name, copy in copies.items() if SEPARATOR in name},
             generators=generators,
         )
 

@@ -36,6 +36,7 @@ END_SECONDS = 5.0
 PAGE = "INFINI_MLFLOW_PAGE"
 SQLITE = "sqlite:///"
 SOURCE = "infini_model.training"
+RECORD = "logs/mlflow.json"
 NOTE = "mlflow.note.content"
 
 log = logging.getLogger(__name__)
@@ -91,17 +92,13 @@ def error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:160]}"
 
 
-def _path(run_dir: Path) -> Path:
-    return run_dir / "logs" / "mlflow.json"
-
-
 def read_mlflow_record(run_dir: Path) -> dict[str, Any]:
     """The contents of `logs/mlflow.json`; empty if it is missing or unreadable.
 
     It holds run_id, experiment_id, tracking_uri, status (RUNNING, or the last reported `Status`),
     note (the last description written) and dataset.
     """
-    return read_json_or_empty(_path(run_dir))
+    return read_json_or_empty(run_dir / RECORD)
 
 
 class MlflowExporter:
@@ -250,7 +247,7 @@ class MlflowExporter:
 
     def _update_record(self, **fields: Any) -> None:
         self._record |= fields
-        write_json(_path(self._run_dir), self._record)
+        write_json(self._run_dir / RECORD, self._record)
 
 
 def page_url(base: str, experiment: str, run: str = "") -> str:
@@ -297,7 +294,7 @@ def end_record(run_dir: Path, status: Status, *, timeout_seconds: float = END_SE
             if reported == "RUNNING":
                 client.set_terminated(record["run_id"], status)
             now = status if reported == "RUNNING" else reported
-            write_json(_path(run_dir), record | {"status": now})
+            write_json(run_dir / RECORD, record | {"status": now})
             ended.append(reported == "RUNNING")
         except Exception as error:  # noqa: BLE001 - the run has ended, whether MLflow knows or not
             name, reason = run_dir.name, error_summary(error)

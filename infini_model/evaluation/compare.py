@@ -254,11 +254,8 @@ def _groups(runs: Sequence[ComparedRun], differing: Mapping[str, list[str | None
     for run in runs:
         values = [run.settings.get(key) for key in keys]
         found.setdefault((run.context["dataset"], *values), []).append(run)
-    names = [key.rpartition(".")[2] for key in keys]
-    if len(set(names)) < len(names):
-        names = keys
     labels = [
-        ", ".join(f"{name}={x}" for name, x in zip(names, values, strict=True) if x is not None)
+        ", ".join(f"{key}={x}" for key, x in zip(keys, values, strict=True) if x is not None)
         for _, *values in found
     ]
     if not 0 < len(keys) <= FEW_SETTINGS or len(found) == 1 or len(set(labels)) < len(labels):

@@ -80,7 +80,7 @@ def test_seeds_of_the_same_settings_are_one_group_and_are_compared_in_pairs(seed
     losses = [recorded(run_dir)[LOSS] for run_dir in seeds]
     (difference,) = comparison.differences
     labels = difference.group.label, difference.control.label
-    assert labels == ("memory=none", "memory=linear")
+    assert labels == ("model.memory=none", "model.memory=linear")
     assert difference.by_seed == pytest.approx({0: losses[2] - losses[0], 1: losses[3] - losses[1]})
     assert comparison.notes == []
 
@@ -123,10 +123,10 @@ def test_a_sentence_says_what_several_seeds_found_and_that_one_says_little(seeds
         record["metrics"][LOSS] = loss
         (run_dir / "evaluation.json").write_text(json.dumps(record))
     (sentence,) = comparison_sentences(compare(runs))
-    assert sentence.startswith("The validation loss of memory=none is 0.3125 lower than that of ")
+    assert sentence.startswith("The validation loss of model.memory=none is 0.3125 lower than that")
     assert sentence.endswith("over 2 seeds (-0.5000 to -0.1250); it is lower with 2 of 2.")
     sentence, warning = comparison_sentences(compare([seeds[0], seeds[2]]))
-    assert sentence.endswith("that of memory=linear, with the same seed.")
+    assert sentence.endswith("that of model.memory=linear, with the same seed.")
     assert warning.startswith("One seed each says little")
 
 

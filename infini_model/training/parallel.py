@@ -168,7 +168,6 @@ def build_module(
     `InfiniLlama.from_pretrained` does.
     """
     sharded, lora = is_sharded(config.launch, world), config.training.lora
-    device = torch.device("cpu") if sharded else world.device
     backend = config.launch.attention_backend
     torch.manual_seed(config.run.seed)
     precision = resolve_precision(config.training.precision, world.device)
@@ -176,15 +175,13 @@ def build_module(
         with torch.device("meta"):
             model = InfiniLlama(config.model, attention_backend=backend, lora=lora)
         if not sharded:
-            empty = {n: torch.empty_like(p, device=device) for n, p in model.named_parameters()}
-            model.assign(empty)
-            model.to(device)
+            named = model.named_parameters()
+            model.assign({n: torch.empty_like(p, device=world.device) for n, p in named})
     elif folder is None:
-        model = InfiniLlama(config.model, attention_backend=backend).to(device)
+        model = InfiniLlama(config.model, attention_backend=backend)
     else:
         model = InfiniLlama.from_pretrained(
             folder,
-            device=device,
             attention_backend=backend,
             lora=lora,
             adapter=adapter,
@@ -194,7 +191,7 @@ def build_module(
         strategy, dtype = config.launch.strategy, precision.matmul_dtype
         module = shard_model(model, objective, world, strategy, dtype)
     else:
-        module = LossModule(model, objective)
+        module = LossModule(model.to(world.device), objective)
     layers = config.model.num_hidden_layers
     module.model.model.recomputed_layers = config.launch.may_recompute(layers)[0]
     return module

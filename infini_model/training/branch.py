@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from infini_model.config import Config, PackingConfig, TrainingConfig
 from infini_model.data.loading.loader import Origin, make_phases, read_by_source
@@ -33,10 +32,11 @@ def begin_state(
             f"than that of {manifest.folder_name}"
         )
     before = PackingConfig.model_validate(parent.config["packing"])
+    own, theirs = (each.model_dump(exclude=WEIGHING) for each in (config.packing, before))
     training = TrainingConfig.model_validate(parent.config["training"])
     origin = Origin(parent.step)
     is_continued = (parent.dataset_key, parent.seed) == (manifest.key, config.run.seed)
-    if is_continued and _windows_of(before) == _windows_of(config.packing):
+    if is_continued and own == theirs:
         phases = make_phases(
             windows,
             before,
@@ -58,7 +58,3 @@ def begin_state(
         global_batch=None,
         origin=origin,
     )
-
-
-def _windows_of(packing: PackingConfig) -> dict[str, Any]:
-    return packing.model_dump(exclude=WEIGHING)

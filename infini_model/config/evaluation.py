@@ -43,7 +43,8 @@ class LmEvalConfig(Section):
     """Examples in front of each question; null (default) is what the task says. A task that sets 0
     keeps it."""
     limit: PositiveInt | None = None
-    """Documents of each task to score, the first ones; null scores all."""
+    """Documents of each task to score, the first ones, of RULER those of the first length; null
+    scores all."""
     lengths: NonEmptyList[PositiveInt] | None = None
     """Tokens of the texts of RULER, which makes 500 of each length with the run's tokenizer;
     BABILong takes the longest, as 4k for 4096. null (default) is 4096, and 0k."""

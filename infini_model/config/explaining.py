@@ -140,7 +140,6 @@ NAMES: dict[str, str] = {
     # peft
     "lora_r": "training.lora.r",
     "lora_rank": "training.lora.r",
-    "lora_dropout": "training.lora.lora_dropout",
     # nanotron
     "micro_batch_size": "training.batch_size",
     "sequence_length": "packing.context_length",

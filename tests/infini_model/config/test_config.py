@@ -436,7 +436,7 @@ def test_every_field_of_the_shape_is_refused_beside_initial_weights() -> None:
         ),
         ("system={device_id: 3}", "system.device_id", "; it is launch.gpus"),
         ("data.source.limit=5", None, " for this kind of source"),
-        ("training.batch=3", None, "; did you mean training.batch_size?"),
+        ("training.batchsize=3", None, "; did you mean training.batch_size?"),
         ("run.resume=true", None, ""),  # like run.preset in most of its letters
         ("training.steps=3", None, "; it is training.max_steps"),
         ("training.stepz=3", None, ""),  # neither evaluation.sample.unmasking.steps

@@ -45,7 +45,7 @@ class LmEvalConfig(Section):
     limit: PositiveInt | None = None
     """Documents of each task to score, the first ones, of RULER those of the first length; null
     scores all."""
-    lengths: NonEmptyList[PositiveInt] | None = None
+    lengths: NonEmptyList[Annotated[int, Field(ge=1024, le=MOST)]] | None = None
     """Tokens of the texts of RULER, which makes 500 of each length with the run's tokenizer;
     BABILong takes the longest, as 4k for 4096. null (default) is 4096, and 0k."""
 

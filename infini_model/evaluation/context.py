@@ -111,14 +111,9 @@ class EvalContext:
         folder: Path,
     ) -> None:
         """`windows` opens those of a split. Raises `DataError` if it is not a dataset."""
-        self.run_dir, self.dataset_dir, self.config, self.model = (
-            run_dir,
-            dataset_dir,
-            config,
-            model,
-        )
-        self.name, self.weights_key, self.folder = name, weights_key, folder
-        self.plots_dir = folder / "plots"
+        self.run_dir, self.dataset_dir, self.config = run_dir, dataset_dir, config
+        self.model, self.name, self.weights_key = model, name, weights_key
+        self.folder, self.plots_dir = folder, folder / "plots"
         self.manifest: Manifest = read_manifest(dataset_dir)
         module = LossModule(model, make_objective(config.updated(model=model.config)))
         device, tokenizer = model.lm_head.weight.device, load_dataset_tokenizer(dataset_dir)

@@ -75,11 +75,9 @@ class LmEval(EvaluationTask):
                     # The harness calls them `acc,none` and `acc_stderr,none`, after its filter.
                     f"evaluation/{task}_{key.removesuffix(',none').replace(',', '_')}": value
                     for key, value in found.items()
-                    if "," in key
-                    and isinstance(value, int | float)
-                    and math.isfinite(value)
+                    if "," in key and isinstance(value, int | float) and math.isfinite(value)
                     # RULER's mark of a length that was not asked for.
-                    and not (key.split(",")[0].isdecimal() and value < 0)
+                    if not (key[0].isdecimal() and value < 0)
                 }
             scored = ", ".join(
                 f"{each['effective']:,} of {each['original']:,} ({task})"

@@ -145,10 +145,10 @@ class FilesSource(BaseSource):
     """files, or hub, a dataset on the Hugging Face Hub; by default the kind that has the given
     keys."""
     paths: Annotated[NonEmptyList[str], BeforeValidator(_listed)] = ["{stdlib}/**/*.py"]
-    """Globs or URLs (http, https, s3 and whatever else fsspec supports); {stdlib} is the folder of
-    Python's standard library. Texts (.txt, .md, .rst, .tex, source code) hold one document each;
-    .jsonl, .json, .csv, .tsv, .parquet and .arrow files hold one per row. All but the last two may
-    also be compressed (.gz, .zst)."""
+    """Globs or URLs (http, https, s3, gs, az); {stdlib} is the folder of Python's standard library.
+    Texts (.txt, .md, .rst, .tex, source code) hold one document each; .jsonl, .json, .csv, .tsv,
+    .parquet and .arrow files hold one per row. All but the last two may also be compressed (.gz,
+    .zst)."""
     format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] | None = None
     """Format of all files, whatever their suffixes; null (default) is what the suffixes say."""
     errors: Literal["fail", "skip", "replace"] = "fail"

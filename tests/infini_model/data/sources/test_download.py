@@ -142,7 +142,6 @@ def test_the_standard_library_excludes_installed_packages(tmp_path):
         ("{here}/short/*", r"0\.TXT and 1 more: no documents left: 2 of 2 .*min_characters"),
         ("{here}/latin.md", r"latin\.md: is not UTF-8"),
         ("nonsense://a/b.txt", r"nonsense://a/b\.txt: cannot be read"),
-        ("file://{here}/gone.txt", r"gone\.txt: not found$"),
         ("{bucket}/texts/*.txt", r"data\.source\.paths: '.*txt' matches no object$"),
         ("{bucket}/texts", r"no object; it is a folder: write s3:.*/texts/\*\*/\*\.txt$"),
         ("{bucket}/texts/a.zip", r"a\.zip: unsupported format; supported: \.txt"),
@@ -178,8 +177,6 @@ def test_objects_are_listed_by_address_with_the_fingerprints_of_their_content(bu
     assert again[0].fingerprint != listed[0].fingerprint
 
 
-# Half of it is more than aiohttp buffers before the first read: what is buffered when a connection
-# breaks is lost.
 CONTENT = b"".join(b'{"text": "document %d"}\n' % number for number in range(50_000))
 
 
@@ -259,10 +256,3 @@ def test_what_a_server_compresses_is_refused_unless_the_name_says_so(hub, tmp_pa
     assert Path(file.address).read_bytes() == CONTENT
     hub.encoding = "identity"
     assert files_of(tmp_path, address_of(hub, "a.jsonl"))
-
-
-def test_other_file_systems_are_copied(tmp_path):
-    write_files(tmp_path, ["eins"])
-    (file,) = files_of(tmp_path / "out", f"file://{tmp_path}/0000.txt")
-    assert Path(file.address).read_text() == "eins"
-    assert Path(file.address).is_relative_to(tmp_path / "out" / "raw")

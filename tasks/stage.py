@@ -22,7 +22,7 @@ from prefect.tasks import Task, exponential_backoff
 
 from infini_model.config import Config, StageConfig
 from infini_model.runtime.errors import DataError, StageError, UserError
-from infini_model.runtime.processes import ProcessTimeoutError, run
+from infini_model.runtime.processes import run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
 from tasks.artifacts import progress
 from tasks.control import stopped_with_flow_run
@@ -86,8 +86,8 @@ def run_stage(
     """Run stage `name` in a child process and return the result that it reports.
 
     Raises the error that the child reported (`UserError`, `ConnectionError` or `StageError`);
-    `StageError` with its last lines if it ended without reporting one; `ProcessTimeoutError` past
-    the stage's timeout, once all its processes have ended. Ends the child when the flow run is
+    `StageError` with its last lines if it ended without reporting one; `TimeoutError` past the
+    stage's timeout, once all its processes have ended. Ends the child when the flow run is
     suspended or cancelled.
     """
     reported: dict[str, Any] = {}
@@ -111,11 +111,13 @@ def run_stage(
         file = Path(folder) / "config.json"
         file.write_text(config.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]
-        try:
-            status = run(command, on_line=on_line, timeout_seconds=stage.timeout_seconds, stop=stop)
-        except ProcessTimeoutError as error:
-            message = f"{name}: not finished after {stage.timeout_seconds:g} s"
-            raise ProcessTimeoutError(message) from error
+        status = run(
+            command,
+            on_line=on_line,
+            timeout_seconds=stage.timeout_seconds,
+            late=lambda message: TimeoutError(f"{name}: {message}"),
+            stop=stop,
+        )
     return _outcome(name, status, reported, list(tail))
 
 

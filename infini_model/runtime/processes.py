@@ -35,10 +35,6 @@ OF_LAUNCHERS = re.compile(
 )
 
 
-class ProcessTimeoutError(TimeoutError):
-    """A command exceeded its deadline and was killed with all its children."""
-
-
 def wait_until(
     condition: Callable[[], bool], *, every_seconds: float, timeout_seconds: float = math.inf
 ) -> bool:
@@ -182,6 +178,7 @@ def run(
     *,
     on_line: Callable[[str], None],
     timeout_seconds: float | None = None,
+    late: Callable[[str], Exception] = TimeoutError,
     grace_seconds: float = 30.0,
     watch: Callable[[int], Exception | None] = lambda _: None,
     stop: Callable[[], Exception | None] = lambda: None,
@@ -192,8 +189,8 @@ def run(
     The command gets its own session, no standard input, and `env` beside this process's
     environment. A negative status is the signal that killed it. Its process tree is shut down
     (SIGTERM, then SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, which raises
-    `ProcessTimeoutError`, `on_line` raises, or a signal in `STOPS` arrives. That signal is then
-    delivered to the caller, as `SystemExit` if it would have killed the caller.
+    what `late` makes of a message, `on_line` raises, or a signal in `STOPS` arrives. That signal is
+    then delivered to the caller, as `SystemExit` if it would have killed the caller.
 
     `watch` is called with the process id ten times a second, and `stop` as often. An error that
     they return is raised once the process tree has ended: for `watch` without grace.
@@ -228,9 +225,7 @@ def run(
                 if reason := stop():
                     raise reason
                 if time.monotonic() > deadline:
-                    raise ProcessTimeoutError(
-                        f"timed out after {timeout_seconds:g} s: {command[-1]}"
-                    )
+                    raise late(f"not finished after {timeout_seconds:g} s")
         finally:
             end_tree(process, grace_seconds, keep_reading)
             left = PIPE_BYTES

@@ -214,19 +214,16 @@ def _run(
             files[file].write(line + "\n")
             job.on_line(line)
 
-        try:
-            code = processes.run(
-                [*command, *map(str, arguments)],
-                on_line=handle,
-                timeout_seconds=job.timeout_seconds,
-                grace_seconds=grace_seconds,
-                watch=watch,
-                stop=job.stop,
-                env={ERROR_FILE: str(failure), **environment},
-            )
-        except processes.ProcessTimeoutError as error:
-            message = f"not finished after {job.timeout_seconds:g} s"
-            raise TrainingFailure("timeout", message) from error
+        code = processes.run(
+            [*command, *map(str, arguments)],
+            on_line=handle,
+            timeout_seconds=job.timeout_seconds,
+            late=lambda message: TrainingFailure("timeout", message),
+            grace_seconds=grace_seconds,
+            watch=watch,
+            stop=job.stop,
+            env={ERROR_FILE: str(failure), **environment},
+        )
     if code != 0:
         by_kernel = processes.oom_kills() > oom_kills
         cause = read_failure(failure) or TrainingFailure.of_exit(code, by_kernel=by_kernel)

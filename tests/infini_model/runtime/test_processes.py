@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import PATIENCE, eventually, is_gone
 
-from infini_model.runtime.processes import ProcessTimeoutError, run
+from infini_model.runtime.processes import run
 
 # A child that starts a grandchild in its own session, as torchrun does, and prints its id.
 GRANDCHILD = """
@@ -79,7 +79,7 @@ def test_a_child_is_apart_from_its_working_directory_other_launchers_and_the_enc
 
 def test_a_command_ends_at_its_deadline() -> None:
     sleeper = python("import signal; signal.pause()")
-    with pytest.raises(ProcessTimeoutError, match=r"^timed out after 0\.1 s: "):
+    with pytest.raises(TimeoutError, match=r"^not finished after 0\.1 s$"):
         run(sleeper, on_line=lambda _: None, timeout_seconds=0.1)
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from infini_model.runtime.errors import DataError, NonFiniteError, StageError, UserError
+from infini_model.runtime.errors import NonFiniteError, StageError, UserError
 from infini_model.runtime.processes import STOPS
 from infini_model.runtime.storage import write_json
 
@@ -26,10 +26,7 @@ EXIT_CRASH, EXIT_USER_ERROR, EXIT_NON_FINITE = 1, 2, 3
 # Environment variable: the file in which a process says why it failed. The name is torchrun's.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-Kind = Literal[
-    "user error", "data", "non-finite", "preempted", "out of memory", "hang", "timeout", "crash"
-]
-_USER_ERRORS: dict[Kind, type[UserError]] = {"user error": UserError, "data": DataError}
+Kind = Literal["user error", "non-finite", "preempted", "out of memory", "hang", "timeout", "crash"]
 # When the host is out of memory, torch raises a plain RuntimeError, known only by its text.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -81,7 +78,7 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
             return error
         kind: Kind = "crash"
         if isinstance(error, UserError):
-            kind = "data" if isinstance(error, DataError) else "user error"
+            kind = "user error"
         elif isinstance(error, NonFiniteError):
             kind = "non-finite"
         elif isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
@@ -115,15 +112,13 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
     @property
     def exit_status(self) -> int:
         """The exit status of a process that fails in this way."""
-        if self.kind in _USER_ERRORS:
+        if self.kind == "user error":
             return EXIT_USER_ERROR
         return EXIT_NON_FINITE if self.kind == "non-finite" else EXIT_CRASH
 
     def as_error(self) -> TrainingFailure | UserError:
         """The exception that `launch` raises for it."""
-        if self.kind in _USER_ERRORS:
-            return _USER_ERRORS[self.kind](self.message)
-        return self
+        return UserError(self.message) if self.kind == "user error" else self
 
     def save(self) -> None:
         """Write it to the file that `ERROR_FILE` names, if there is one that can be written."""

@@ -22,7 +22,7 @@ from infini_model.data.loading.loader import Loader
 from infini_model.data.loading.windows import open_windows
 from infini_model.objectives.causal import CausalLM
 from infini_model.runtime import owner, processes
-from infini_model.runtime.errors import DataError, DeviceError, RunLostError, UserError
+from infini_model.runtime.errors import DeviceError, RunLostError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import newest_checkpoint
 from infini_model.runtime.storage import write_json
@@ -458,7 +458,7 @@ def test_what_lets_no_training_begin_is_named_in_one_line(
     vast = {"vocab_size": 1 << 24, "hidden_size": 1 << 20}
     huge = {"model": vast, "launch": {"gpus": "cpu", "force": True}}
     for sections, data, run, error, message in (
-        ({}, damaged, "run", DataError, str(damaged)),
+        ({}, damaged, "run", UserError, str(damaged)),
         ({}, dataset, "file/run", UserError, "file/run"),
         ({"model": {"vocab_size": 100}}, dataset, "run", UserError, "model.vocab_size: 100 is les"),
         (huge, dataset, "run", TrainingFailure, "out of memory on rank 0"),

@@ -208,8 +208,8 @@ def branch(
     """
     from flows import runs
 
-    branch_of, asked = runs.to_branch(_places(output_dir).run, run, step, overrides or [])
-    typer.echo(f"Branching from {branch_of}")
+    asked = runs.to_branch(_places(output_dir).run, run, step, overrides or [])
+    typer.echo(f"Branching from {asked.config.training.branch_of}")
     _show_report(_run_flow("pipeline", asked))
 
 

@@ -178,8 +178,8 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
 
 def to_branch(
     places: RunConfig, name: str, step: int | None, overrides: Sequence[str]
-) -> tuple[str, Invocation]:
-    """Return what a branch of the run `name` is of, and how to train it by `pipeline`.
+) -> Invocation:
+    """How to train a branch of the run `name` by `pipeline`.
 
     Raises `UserError` if there is no such run or checkpoint, `ConfigError` if an override is wrong.
     """
@@ -187,9 +187,8 @@ def to_branch(
     advanced = _typed(places, run_dir, overrides)
     config = branch_config(run_dir, step, [advanced])
     check_branch(config)
-    branch_of = str(config.training.branch_of)
-    parameters = {"preset": None, "branch_of": branch_of, "advanced": advanced}
-    return branch_of, Invocation(parameters, config)
+    branch_of = config.training.branch_of
+    return Invocation({"preset": None, "branch_of": branch_of, "advanced": advanced}, config)
 
 
 def _typed(places: RunConfig, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:

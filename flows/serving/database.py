@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.storage import lock
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from prefect.server.database.configurations import AioSqliteConfiguration
-    from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+    from sqlalchemy.ext.asyncio import AsyncSession
 
 DRIVER = "postgresql+asyncpg"
 CONNECT_SECONDS = 10.0
@@ -61,11 +59,7 @@ def take_write_locks_at_once() -> None:
 
     begin = AioSqliteConfiguration.begin_transaction
 
-    def begin_immediate(
-        self: AioSqliteConfiguration,
-        session: AsyncSession,
-        with_for_update: bool = False,  # noqa: ARG001 - the signature is Prefect's
-    ) -> AbstractAsyncContextManager[AsyncSessionTransaction]:
+    def begin_immediate(self: AioSqliteConfiguration, session: AsyncSession, **_: bool) -> Any:
         return begin(self, session, with_for_update=True)
 
     AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[assignment, method-assign]

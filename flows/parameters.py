@@ -13,7 +13,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from prefect import Flow, flow
@@ -23,14 +22,13 @@ from pydantic.config import JsonDict
 from pydantic_core import MISSING
 
 from flows.presets import DEFAULT_PRESET, Invocation, preset_names
+from flows.runs import find_run_folder, places_of
 from flows.serving import engine
 from infini_model.config import Config, load_config, merge, merge_typed, nested
 from infini_model.config.explaining import schemas
-from infini_model.config.training import BRANCH
-from infini_model.runtime.branches import branch_config
+from infini_model.runtime.branches import branch_config, parent_of
 from infini_model.runtime.claims import resume_config
 from infini_model.runtime.errors import ConfigError
-from infini_model.runtime.stored_runs import refresh_runs
 from tasks.control import end_earlier_attempt
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, unwrapped
@@ -156,7 +154,7 @@ def invoked(
     `preset` is a name, as in the form, or a list of names, as a command line hands them on.
 
     Raises `ConfigError` in one line if a value is invalid, or is given twice, or two exclude each
-    other.
+    other; `UserError` if there is no such run.
     """
     preset, advanced, named = map(unwrapped, (preset, advanced, named))
     if advanced is not None and not isinstance(advanced, Mapping):
@@ -186,32 +184,20 @@ def _change(name: str, value: Any) -> Tree:
 
 def _resumed(typed: Tree) -> Config:
     """The settings of the run that is named, with what was typed applied over them."""
-    run_dir, places = _find_run("resume", None, typed)
-    return resume_config(run_dir, [typed, {"run": places | {"name": run_dir.name}}])
+    places = load_config(overrides=[{"run": typed["run"]}]).run
+    run_dir = find_run_folder(places, places.name)
+    name = nested("run.name", run_dir.name)
+    return resume_config(run_dir, [typed, places_of(run_dir, places), name])
 
 
 def _branched(branch_of: str, typed: Tree) -> Config:
     """Resolve a branch of `NAME` or `NAME@STEP`, with what was typed over its settings."""
-    match = BRANCH.fullmatch(branch_of)
-    if match is None:
-        raise ConfigError(f"{_title('branch_of')}: got {branch_of!r}: takes RUN or RUN@STEP")
-    run_dir, places = _find_run("branch_of", match[1], typed)
-    step = None if match[2] is None else int(match[2])
-    return branch_config(run_dir, step, [typed, {"run": places}])
-
-
-def _find_run(parameter: str, name: str | None, typed: Tree) -> tuple[Path, Tree]:
-    """Find the folder of a run, by default that of `run.name`, and the settings of its places."""
-    asked = load_config(overrides=[{"run": typed.get("run", {})}])
-    # `latest` is a link to the run.
-    refresh_runs(asked.run.runs_dir, asked.run.store)
-    run_dir = (asked.run.runs_dir / (name or str(asked.run.name))).resolve()
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{_title(parameter)}: there is no run {run_dir}")
-    places = {"output_dir": str(run_dir.parent.parent)}
-    if asked.run.store is not None:
-        places["store"] = asked.run.store
-    return run_dir, places
+    asked = load_config(
+        overrides=[{"run": typed.get("run", {})}, nested("training.branch_of", branch_of)]
+    )
+    parent, step = parent_of(asked)
+    run_dir = find_run_folder(asked.run, parent.name)
+    return branch_config(run_dir, step, [typed, places_of(run_dir, asked.run)])
 
 
 def _without(node: Tree, *keys: str) -> Tree:

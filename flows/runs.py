@@ -166,7 +166,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
     await_owner(run_dir, places.store)
     if holder := run_holder(run_dir):
         raise UserError(f"{run_dir} is in use by {holder}")
-    advanced = _typed(places, run_dir, overrides)
+    advanced = merge(places_of(run_dir, places), merge_typed(map(parse_override, overrides)))
     config = resume_config(run_dir, [advanced])
     if is_finished(run_dir):
         # Whatever of it is not in the store yet is copied on this occasion.
@@ -184,17 +184,17 @@ def to_branch(
     Raises `UserError` if there is no such run or checkpoint, `ConfigError` if an override is wrong.
     """
     run_dir = find_run_folder(places, name)
-    advanced = _typed(places, run_dir, overrides)
+    advanced = merge(places_of(run_dir, places), merge_typed(map(parse_override, overrides)))
     config = branch_config(run_dir, step, [advanced])
     check_branch(config)
     branch_of = config.training.branch_of
     return Invocation({"preset": None, "branch_of": branch_of, "advanced": advanced}, config)
 
 
-def _typed(places: RunConfig, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Merge the overrides into a tree with the places of the run. Raises `ConfigError`."""
-    where = {"output_dir": str(run_dir.parent.parent), "store": places.store}
-    return merge({"run": where}, merge_typed(map(parse_override, overrides)))
+def places_of(run_dir: Path, places: RunConfig) -> dict[str, Any]:
+    """The settings of where a run is: its output folder, and the store if `places` names one."""
+    where = {"output_dir": str(run_dir.parent.parent)}
+    return {"run": where if places.store is None else where | {"store": places.store}}
 
 
 def _newest_resumable(places: RunConfig) -> Path:
@@ -321,5 +321,4 @@ def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
     dataset = dataset_here(run_dir)
     if isinstance(dataset, Path) and dataset.exists():
         return dataset
-    stored = {} if places.store is None else {"run": {"store": places.store}}
-    return finished_dataset(resume_config(run_dir, [stored])).folder
+    return finished_dataset(resume_config(run_dir, [places_of(run_dir, places)])).folder

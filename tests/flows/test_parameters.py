@@ -17,7 +17,7 @@ from flows.parameters import invoked, settings_of
 from flows.presets import configure, preset_names
 from infini_model.config import Config
 from infini_model.runtime.claims import claim_run
-from infini_model.runtime.errors import ConfigError, DeviceError
+from infini_model.runtime.errors import ConfigError, DeviceError, UserError
 from tasks.checks import check_gpus_of_evaluation
 
 FLOWS = ("pipeline", "preprocess", "train", "evaluate", "compare")
@@ -130,10 +130,10 @@ def test_what_prefect_stores_wrapped_is_what_was_typed() -> None:
         ),
         ({"sources": {"a": {"paths": ["b"]}}, "source_weights": {"b": 1}}, ["packing.weights.b: "]),
         ({"name": "a", "resume": "b"}, ["Name", "Resume"]),
-        ({"resume": "nowhere"}, ["Resume", "nowhere"]),
+        ({"resume": "nowhere"}, ["/runs/nowhere: there is no such run"]),
         ({"branch_of": "a", "resume": "b"}, ["Branch of", "Resume"]),
-        ({"branch_of": "nowhere@3"}, ["Branch of", "no run", "nowhere"]),
-        ({"branch_of": "a@b"}, ["Branch of: got 'a@b': takes RUN or RUN@STEP"]),
+        ({"branch_of": "nowhere@3"}, ["/runs/nowhere: there is no such run"]),
+        ({"branch_of": "a@b"}, ["training.branch_of: got 'a@b': takes RUN or RUN@STEP"]),
         ({"advanced": {"run": 5}}, ["run", "5"]),
         (
             {"steps": 60, "advanced": {"training": {"max_steps": 5}}},
@@ -150,7 +150,7 @@ def test_what_does_not_go_together_is_one_line(
     parameters: dict[str, Any], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFINI_OUTPUT_DIR", str(tmp_path))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         resolve(**parameters)
     assert "\n" not in str(caught.value)
     for word in words:

@@ -54,9 +54,6 @@ INTERRUPTIONS = (
     "Finished in state Crashed('Execution was aborted by",
 )
 RETRY = "Task run failed with %s: %r - Retry %s/%s will start %s"
-# Attempts in a row that end by SIGKILL before it is taken for the kernel's, which says so only to
-# those who may read its log.
-KILLS = 3
 # What a message says that needs no advice on how to resume.
 RESUMES = re.compile(r"\bRetry resumes|\bsame command resumes")
 
@@ -133,17 +130,13 @@ def note_training(
 ) -> None:
     """Note on the error that ended a training what its message does not say.
 
-    That is the newest checkpoint, and what needs less memory if it ran out of that, or if it was
-    killed so often that it probably did; of a failure also the last `lines` of its log.
+    That is the newest checkpoint, and what needs less memory if it ran out of that; of a failure
+    also the last `lines` of its log.
     """
     if isinstance(error, StageError):
         error.last_lines = list(lines)
-    if isinstance(error, TrainingFailure):
-        if is_killed := error.message.endswith("SIGKILL") and error.times >= KILLS:
-            error.add_note(f"{error.times} times in a row, so probably out of memory")
-        if is_killed or (error.kind == "out of memory" and error.is_final):
-            in_main_memory = "killed" in error.message
-            error.add_note(_lighter(config, dataset_dir, in_main_memory=in_main_memory))
+    if isinstance(error, TrainingFailure) and error.kind == "out of memory" and error.is_final:
+        error.add_note(_lighter(config, dataset_dir, in_main_memory=error.is_killed))
     if note := saved_note(run_dir):
         error.add_note(note)
 

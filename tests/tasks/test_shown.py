@@ -39,20 +39,16 @@ def test_a_failure_of_a_training_says_what_is_saved(
             failures.note_training(error, config, dataset, tmp_path, [])
             return failures.reason(error)
 
-    def killed(times: int) -> TrainingFailure:
-        failure = TrainingFailure("crash", "killed by SIGKILL")
-        failure.times = times
-        return failure
-
     assert said(UserError("/full: No space left")) == "/full: No space left; step 5 is saved"
     resumes = "step 5 is saved; the same command resumes"
-    assert said(killed(2)).endswith(f": killed by SIGKILL; {resumes}")
-    noted = "training failed: crash: killed by SIGKILL; 3 times in a row, so probably out of memory"
-    found = said(killed(3))
-    assert found.startswith(f"{noted}; training.batch_size=4 "), found
-    assert found.endswith(f"; {resumes}")
+    killed = TrainingFailure("crash", "killed by SIGKILL")
+    assert said(killed).endswith(f": killed by SIGKILL; {resumes}")
+    full = TrainingFailure("out of memory", "killed by the kernel", is_killed=True)
+    assert said(full).endswith(f": killed by the kernel; {resumes}")
+    full.is_final = True
+    assert "; training.batch_size=4 " in said(full)
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker's")
-    assert said(killed(3)).endswith("; step 5 is saved; Retry resumes")
+    assert said(killed).endswith("; step 5 is saved; Retry resumes")
 
 
 @pytest.mark.parametrize(

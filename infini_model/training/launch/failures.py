@@ -46,7 +46,6 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         is_killed: Whether a signal killed the rank.
         timestamp: When, in seconds since the epoch.
         is_final: Whether a retry would not help; the launcher sets it.
-        times: How many attempts in a row have ended with this message; the launcher sets it.
     """
 
     kind: Kind
@@ -58,7 +57,6 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
     timestamp: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.is_final, self.times = False, 1
         # The arguments make another one of it, in another process.
         super().__init__(*asdict(self).values())
 

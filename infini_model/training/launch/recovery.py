@@ -8,7 +8,6 @@ timeout: resume from the newest checkpoint. User errors are not retried.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -113,14 +112,10 @@ class Recovery:
     def after(self, failure: TrainingFailure, config: Config) -> Recovery:
         """The recovery once `failure` has happened with the user's `config`.
 
-        Marks the failure as final if a retry would not help, and counts it.
+        Marks the failure as final if a retry would not help.
         """
         attempt = Attempt(failure.kind, failure.message, time.time())
         changed = replace(self, attempts=(*self.attempts, attempt))
-        alike = itertools.takewhile(
-            lambda each: each.message == failure.message, reversed(changed.attempts)
-        )
-        failure.times = len(list(alike))
         if failure.kind == "out of memory":
             size = config.training.batch_size // self.micro_batch_divisor
             was_least = self.recomputes_all or config.launch.gradient_checkpointing != "auto"
@@ -167,7 +162,7 @@ def read_recovery(run_dir: Path) -> Recovery:
 def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
     """Add `failure`, with the user's `config`, to `recovery.json`; only the first node writes.
 
-    Marks the failure as final if a retry would not help, and counts it.
+    Marks the failure as final if a retry would not help.
     """
     recovery = read_recovery(run_dir).after(failure, config)
     if config.launch.node_rank == 0:

@@ -11,9 +11,9 @@ import contextlib
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from infini_model.config import DataConfig
 from infini_model.config.locations import is_url
@@ -36,9 +36,6 @@ from infini_model.runtime.ray import (
 )
 from infini_model.runtime.records import Record
 
-if TYPE_CHECKING:
-    from infini_model.data.screen import ScreenSpec
-
 log = logging.getLogger(__name__)
 
 # Enough to keep all nodes busy between two looks, and to let a cluster that grows see the demand.
@@ -48,7 +45,6 @@ POLL_SECONDS, CANCEL_SECONDS = 0.1, 10.0
 MOST_LOSSES = 5
 # The settings that reserve something for a task, by Ray's name of it.
 KEYS = {"CPU": "data.ray_cpus", "GPU": "data.ray_gpus", "memory": "data.ray_memory_gigabytes"}
-TaskSpec: TypeAlias = "PartitionSpec | ScreenSpec"
 
 
 class RayEngine:
@@ -61,62 +57,48 @@ class RayEngine:
     def make(self, specs: Sequence[PartitionSpec], datasets: Datasets, advance: Advance) -> None:
         """Make the partitions of `specs`; a lost worker or node costs those that it was making.
 
-        Raises also what `connect` and `check_resources` do, and `StageError` for a partition that
-        lost its worker time and again.
+        When this ends, by whatever error, no task is under way. Raises also what `connect` and
+        `check_resources` do, and `StageError` for a partition that lost its worker time and again.
         """
-        run_tasks(make_partition, specs, self._config, datasets.place, advance)
+        config, place = self._config, datasets.place
+        with connect(config.ray_address, "data") as address, contextlib.ExitStack() as stack:
+            import ray
+
+            needs = reserved(config)
+            check_resources(needs, ray.nodes(), address)
+            mark = None
+            if not is_url(place):
+                mark = stack.enter_context(marked(Path(place)))
+                place = str(mark.parent)
+            device = "cuda:0" if config.device == "cuda" else "cpu"
+            job = Job(place=place, mark=mark, sources=sources_fingerprint(), device=device)
+            common = job.model_dump_json()
+            task = ray.remote(
+                num_cpus=needs["CPU"],
+                num_gpus=needs.get("GPU", 0),
+                memory=int(needs.get("memory", 0)) or None,
+                max_retries=0,  # Losses are counted here.
+            )(on_node(__name__, make_partition.__name__))
+            log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
+            waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
+            running: dict[Any, PartitionSpec] = {}
+            losses: Counter[str] = Counter()
+            stack.callback(_end, running)
+            while waiting or running:
+                window = _window(needs, ray.cluster_resources())
+                while waiting and len(running) < window:
+                    spec = waiting.popleft()
+                    running[task.remote(common, spec.model_dump_json())] = spec
+                done, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_SECONDS)
+                for reference in done:
+                    spec = running.pop(reference)
+                    if _is_made(reference, spec, losses):
+                        advance(spec.bytes)
+                    else:
+                        waiting.append(spec)
 
 
-def run_tasks(
-    function: Callable[[str, str], None],
-    specs: Sequence[TaskSpec],
-    config: DataConfig,
-    place: str,
-    advance: Advance,
-) -> None:
-    """Call a function of this package with a `Job` and each of `specs`, as JSON, on a cluster.
-
-    `advance` receives their bytes. When this ends, by whatever error, no task is under way. Raises
-    as `RayEngine.make` does.
-    """
-    with connect(config.ray_address, "data") as address, contextlib.ExitStack() as stack:
-        import ray
-
-        needs = reserved(config)
-        check_resources(needs, ray.nodes(), address)
-        mark = None
-        if not is_url(place):
-            mark = stack.enter_context(marked(Path(place)))
-            place = str(mark.parent)
-        device = "cuda:0" if config.device == "cuda" else "cpu"
-        job = Job(place=place, mark=mark, sources=sources_fingerprint(), device=device)
-        common = job.model_dump_json()
-        task = ray.remote(
-            num_cpus=needs["CPU"],
-            num_gpus=needs.get("GPU", 0),
-            memory=int(needs.get("memory", 0)) or None,
-            max_retries=0,  # Losses are counted here.
-        )(on_node(function.__module__, function.__name__))
-        log.info("making %d partitions on the Ray cluster at %s", len(specs), address)
-        waiting = deque(sorted(specs, key=lambda spec: -spec.bytes))
-        running: dict[Any, TaskSpec] = {}
-        losses: Counter[str] = Counter()
-        stack.callback(_end, running)
-        while waiting or running:
-            window = _window(needs, ray.cluster_resources())
-            while waiting and len(running) < window:
-                spec = waiting.popleft()
-                running[task.remote(common, spec.model_dump_json())] = spec
-            done, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_SECONDS)
-            for reference in done:
-                spec = running.pop(reference)
-                if _is_made(reference, spec, losses):
-                    advance(spec.bytes)
-                else:
-                    waiting.append(spec)
-
-
-def _end(running: Mapping[Any, TaskSpec]) -> None:
+def _end(running: Mapping[Any, PartitionSpec]) -> None:
     """Cancel the tasks that are under way, and wait for their end."""
     import ray
 
@@ -132,7 +114,7 @@ def _window(needs: Mapping[str, float], cluster: Mapping[str, float]) -> int:
     return max(LEAST_IN_FLIGHT, TASKS_A_SLOT * slots)
 
 
-def _is_made(reference: Any, spec: TaskSpec, losses: Counter[str]) -> bool:
+def _is_made(reference: Any, spec: PartitionSpec, losses: Counter[str]) -> bool:
     """Whether a task that has ended made its partition, or its worker was lost.
 
     Raises the error that it reports, and `StageError` after `MOST_LOSSES`.
@@ -205,13 +187,6 @@ class Job(Record):
     device: str
 
 
-def check_node(job: Job) -> None:
-    """Raise `UserError` unless this node runs the package of a job and sees its folder."""
-    check_sources(job.sources)
-    if job.mark is not None:
-        check_mark(job.mark, "use one that all nodes share, or an object store")
-
-
 def make_partition(job: str, spec: str) -> None:
     """Make the partition of a spec, unless it stands; both arguments are JSON."""
     wanted = PartitionSpec.model_validate_json(spec)
@@ -221,9 +196,14 @@ def make_partition(job: str, spec: str) -> None:
 
 @functools.cache  # for the next tasks of a job
 def prepare(job: str, record: TokenizerRecord) -> tuple[Datasets, Tokenizer]:
-    """The datasets and the tokenizer of a job, on a node that has what it needs."""
+    """The datasets and the tokenizer of a job.
+
+    Raises `UserError` unless this node runs the job's package, sees its folder and has its device.
+    """
     common = Job.model_validate_json(job)
-    check_node(common)
+    check_sources(common.sources)
+    if common.mark is not None:
+        check_mark(common.mark, "use one that all nodes share, or an object store")
     check_device(common.device)
     datasets = datasets_at(common.place)
     datasets.remove_leftovers()

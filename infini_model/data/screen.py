@@ -89,7 +89,7 @@ def screen_sources(
         with named_settings(name), _processes(config) as pool:
             _check(source.screen)
             specs = _specs(listing.sources[name], source, source.screen, config, facts)
-            _screen_all(specs, root, config, pool, facts, progress)
+            _screen_all(specs, root, pool, facts, progress)
             minhash = source.screen.minhash
             sources[name], found[name] = _deduplicate(specs, minhash, root, pool, facts)
     facts.save()
@@ -161,11 +161,7 @@ def _processes(config: DataConfig) -> Iterator[Executor]:
 
 def _begin_process(parent: int) -> None:
     die_with_parent(parent)
-    _silence()
-
-
-def _silence() -> None:
-    """Leave out datatrove's own messages."""
+    # Without datatrove's own messages.
     os.environ["TQDM_DISABLE"] = "1"
     from loguru import logger
 
@@ -175,7 +171,6 @@ def _silence() -> None:
 def _screen_all(
     specs: Sequence[ScreenSpec],
     root: Path,
-    config: DataConfig,
     pool: Executor,
     facts: FactCache,
     progress: OnProgress,
@@ -185,23 +180,12 @@ def _screen_all(
     missing = {key: each for key, each in wanted.items() if _find(root / key, facts) is None}
     done, total = 0, sum(each.bytes for each in missing.values())
     log.info("%d of %d partitions to screen", len(missing), len(wanted))
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total)
-
-    if missing and config.engine == "ray":
-        from infini_model.data.on_ray import run_tasks
-
-        on_cpus = config.model_copy(update={"device": "cpu"})
-        run_tasks(screen_on_node, [*missing.values()], on_cpus, str(root), advance)
-        return
     largest_first = sorted(missing.values(), key=lambda each: -each.bytes)
     tasks = {pool.submit(screen_partition, root, each): each.bytes for each in largest_first}
     for task in as_completed(tasks):
         task.result()
-        advance(tasks[task])
+        done += tasks[task]
+        progress(done, total)
 
 
 def _find(folder: Path, facts: FactCache) -> Screened | None:
@@ -213,16 +197,6 @@ def _find(folder: Path, facts: FactCache) -> Screened | None:
     except (FileNotFoundError, DataError):
         return None
     return record if file.fingerprint == f"sha256:{record.sha256}" else None
-
-
-def screen_on_node(job: str, spec: str) -> None:
-    """Screen a partition as the task of a Ray cluster; both arguments are JSON."""
-    from infini_model.data.on_ray import Job, check_node
-
-    wanted = Job.model_validate_json(job)
-    check_node(wanted)
-    _silence()
-    screen_partition(Path(wanted.place), ScreenSpec.model_validate_json(spec))
 
 
 def screen_partition(root: Path, spec: ScreenSpec) -> None:

@@ -1,6 +1,5 @@
 """Partitions and trainings on a real Ray cluster: the same bits, whatever is killed meanwhile."""
 
-import json
 import shutil
 import signal
 import sys
@@ -209,28 +208,6 @@ def test_sigterm_ends_the_tasks_and_the_same_command_goes_on(
         f"{PARTITIONS - len(standing)} partitions to make, {len(standing)} present" in again.output
     )
     assert shards(tmp_path) == expected
-
-
-def test_screening_on_the_cluster_leaves_the_texts_that_it_leaves_here(
-    cluster: RayCluster, tmp_path: Path
-) -> None:
-    texts = write_texts(tmp_path / "texts", 8, words=30_000)
-    for number in range(2):
-        copy = texts / f"copy-{number}.txt"
-        copy.write_bytes(sorted(texts.iterdir())[number].read_bytes() + b" once more")
-    found = {}
-    source = {"paths": f"{texts}/*", "screen": {}}
-    for file in (
-        settings_of(tmp_path / "here", texts, source=source),
-        on_ray(tmp_path / "there", texts, cluster, source=source),
-    ):
-        listing = stage("download", file)["listing"]
-        screened = stage("screen", file, "--listing", listing)
-        assert screened["sources"][""]["dropped"] == {"near-duplicates": 2}
-        ranges = json.loads(Path(screened["listing"]).read_text())["sources"][""]
-        found[file.parent.name] = [each["file"]["fingerprint"] for each in ranges]
-    assert found["here"] == found["there"]
-    assert len(found["here"]) > 1
 
 
 def test_another_version_of_the_package_or_of_ray_is_refused(

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.filesize import decimal
 
-from infini_model.cleaning import remove_garbage
+from infini_model.cleaning import Garbage, remove_garbage
 from infini_model.config import Config
 from infini_model.config.locations import is_url
 from infini_model.data.lookup import resolve_dataset, stored_dataset
@@ -88,10 +88,14 @@ def clean(config: Config, keep: int, *, dry_run: bool) -> None:
     for path, kind in found.kinds.items():
         if kind in ("dataset", "checkpoint"):
             typer.echo(path)
-    counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
-    done = "To remove" if dry_run else "Removed"
-    typer.echo(f"{done}: {counts}: {decimal(found.bytes)}" if counts else "Nothing to remove")
+    typer.echo(summary(found, "To remove" if dry_run else "Removed"))
     for problem in found.problems:
         typer.echo(problem, err=True)
     if found.problems:
         raise UserError(f"{counted(len(found.problems), 'folder')} could not be removed")
+
+
+def summary(found: Garbage, done: str) -> str:
+    """`Removed: 1 partition, 2 datasets: 3.4 MB`, where `done` is the first word."""
+    counts = ", ".join(counted(count, kind) for kind, count in found.counts.items())
+    return f"{done}: {counts}: {decimal(found.bytes)}" if counts else "Nothing to remove"

@@ -8,12 +8,14 @@ from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows.dataset_commands import summary
 from flows.parameters import as_flow
+from infini_model.cleaning import remove_garbage
 from infini_model.config import Config
+from infini_model.runtime.errors import UserError
 from tasks.checks import check_stores
-from tasks.clean import clean
 from tasks.download import download
-from tasks.failures import EXPECTED, reason
+from tasks.failures import reason
 from tasks.flow_run import name_flow_run
 from tasks.screen import screen
 from tasks.shard import build_dataset, share_made, use_dataset
@@ -39,8 +41,18 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
     message = f"nothing new: dataset {name} is reused" if dataset.intact else f"dataset {name}"
     get_run_logger().info("%s", message)
     if config.data.keep is not None and config.data.folder is None:
-        try:
-            clean(config)
-        except EXPECTED as error:  # The dataset stands.
-            get_run_logger().warning("Older datasets were not removed: %s", reason(error))
+        _clean(config, config.data.keep)
     return Completed(message=message, data=result)
+
+
+def _clean(config: Config, keep: int) -> None:
+    """Remove older datasets of the name. A failure is a warning: the new dataset stands."""
+    run, log = config.run, get_run_logger()
+    try:
+        removed = remove_garbage(run.output_dir, run.datasets_dir, keep, only=config.data.name)
+    except (UserError, OSError) as error:
+        log.warning("Older datasets were not removed: %s", reason(error))
+        return
+    for problem in removed.problems:
+        log.warning("%s", problem)
+    log.info("%s", summary(removed, "Removed"))

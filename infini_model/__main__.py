@@ -1,6 +1,6 @@
 """The stages without Prefect: `python -m infini_model STAGE --config FILE …`.
 
-STAGE is weights, download, screen, plan, shard, clean or evaluate (training is
+STAGE is weights, download, screen, plan, shard or evaluate (training is
 `python -m infini_model.training`). It reports progress and the result on stdout (see
 `infini_model.runtime.stage_protocol`). Exit status: 0 on success, 2 after an error that the user
 can fix, 1 after any other, with a traceback unless a retry may help.
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infini_model.cleaning import remove_garbage
 from infini_model.config import Config, load_config
 from infini_model.data.build import build_dataset, plan_dataset, write_listing
 from infini_model.data.downloads import download_shards
@@ -89,14 +88,6 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"folder": str(folder), "key": manifest.key, "address": address, "missing": 0}
 
 
-def _clean(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
-    run, keep = config.run, config.data.keep
-    if keep is None:
-        raise UserError("data.keep: is null, so nothing is to be removed")
-    removed = remove_garbage(run.output_dir, run.datasets_dir, keep, only=config.data.name)
-    return {"bytes": removed.bytes, "counts": removed.counts, "problems": removed.problems}
-
-
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     # Imported here, as they import torch, which takes seconds.
     from infini_model.evaluation.mlflow import log_evaluation
@@ -124,7 +115,6 @@ STAGES: dict[str, Callable[[Config, argparse.Namespace], dict[str, Any]]] = {
     "screen": _screen,
     "plan": _plan,
     "shard": _shard,
-    "clean": _clean,
     "evaluate": _evaluate,
 }
 

@@ -95,7 +95,7 @@ class FetchStageConfig(StageConfig):
 
 
 class StagesConfig(Section):
-    """Retries and timeouts of the stages of the pipeline and of the cleaning after them.
+    """Retries and timeouts of the stages of the pipeline.
 
     `shard` is both the plan of a dataset and its shards.
     """
@@ -106,7 +106,6 @@ class StagesConfig(Section):
     shard: StageConfig = StageConfig()
     train: StageConfig = StageConfig()
     evaluate: StageConfig = StageConfig()
-    clean: StageConfig = StageConfig()
 
 
 class ComparisonConfig(Section):

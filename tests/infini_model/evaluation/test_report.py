@@ -22,7 +22,7 @@ from trained_run import Made, make_run
 from infini_model.config.evaluation import EvaluationTaskName
 from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
-from infini_model.evaluation.context import CheckpointContext
+from infini_model.evaluation.context import CheckpointContext, EvalContext
 from infini_model.evaluation.pages import fenced, table, to_html
 from infini_model.evaluation.prompt import load_checkpoint
 from infini_model.evaluation.report import evaluate_run
@@ -127,7 +127,7 @@ def test_empty_splits_are_stated_and_without_a_step_there_are_no_curves(tmp_path
 def test_what_a_task_refuses_is_told_before_another_is_scored(
     made, monkeypatch, task, overrides, named
 ):
-    monkeypatch.delattr(CheckpointContext, "score")
+    monkeypatch.delattr(EvalContext, "score")
     with pytest.raises(UserError, match=named):
         made.evaluated(**{"evaluation.tasks": ["loss", task]} | overrides)
 

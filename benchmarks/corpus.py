@@ -70,7 +70,7 @@ def text_to_shards(
     """Make shards of the files in `corpus` with the tokenizer `spec`, in `folder`."""
     source, tokenizer = {"paths": [str(corpus / pattern)]}, {"spec": spec}
     config = DataConfig.model_validate({"source": source, "tokenizer": tokenizer, "device": device})
-    build_dataset(list_sources(config, folder), config, folder)
+    build_dataset(list_sources(config, folder), config, folder / "datasets")
 
 
 def documents_of_size(size: float) -> Iterator[list[str]]:

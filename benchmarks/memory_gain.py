@@ -171,7 +171,9 @@ def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
         for form in chosen
     ]
     config = settings(options, Trial(corpus, 1, BASE, 0))
-    manifest = build_dataset(list_sources(config.data, options.folder), config.data, options.folder)
+    manifest = build_dataset(
+        list_sources(config.data, options.folder), config.data, options.folder / "datasets"
+    )
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
     key = common_key(config, dataset)
 

@@ -90,7 +90,9 @@ def settings(options: argparse.Namespace, trial: Trial | None = None) -> Config:
 def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> None:
     """Train what is missing."""
     config = settings(options)
-    manifest = build_dataset(list_sources(config.data, options.folder), config.data, options.folder)
+    manifest = build_dataset(
+        list_sources(config.data, options.folder), config.data, options.folder / "datasets"
+    )
     dataset = options.folder / "datasets" / manifest.folder_name
     key = common_key(config, dataset)
     first, *others = options.seeds

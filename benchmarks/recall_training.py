@@ -119,7 +119,7 @@ def train(
         # The tokens of a step; nobody reads what they are.
         text.write_text("." * (SEGMENTS_PER_STEP * SEGMENT + 1))
         config = settings(model, seed, steps, lengths, text)
-        build_dataset(list_sources(config.data, folder), config.data, folder)
+        build_dataset(list_sources(config.data, folder), config.data, folder / "datasets")
         with mock.patch.object(setup, "make_objective", partial(Drawn, draw)):
             outcome = run_training(config, folder / "datasets" / "latest", folder / "run")
         if outcome.stopped_by is not None:

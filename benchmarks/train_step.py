@@ -102,7 +102,7 @@ class Measured:
         windowed = self.config.updated(model={"window_segments": 1})
         self._windowed.write_text(dump_config(windowed), encoding="utf-8")
         corpus = list_sources(self.config.data, folder)
-        build_dataset(corpus, self.config.data, folder)
+        build_dataset(corpus, self.config.data, folder / "datasets")
         self.many = f"{options.processes} processes of 1 thread each"
         names = (OURS, PLAIN, WINDOWED, ONE, self.many)
         self.timings: dict[str, list[Timing]] = {name: [] for name in names}

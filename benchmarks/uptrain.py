@@ -160,7 +160,9 @@ def pretrain(options: argparse.Namespace) -> Config:
 def perform(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
     """Train and score what is missing; returns the key of the results."""
     config = pretrain(options)
-    manifest = build_dataset(list_sources(config.data, options.folder), config.data, options.folder)
+    manifest = build_dataset(
+        list_sources(config.data, options.folder), config.data, options.folder / "datasets"
+    )
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
     key = common_key(config, dataset)
     whole = options.folder / f"{UNCUT}-{key}"
@@ -218,7 +220,9 @@ def perform_real(options: argparse.Namespace, runs: FinishedRuns[Trial]) -> str:
         return configure(["uptrain"], overrides=[*changes, *options.overrides])
 
     cut = config(REAL_UNTRAINED[CUT], 1, STILL)
-    manifest = build_dataset(list_sources(cut.data, options.folder), cut.data, options.folder)
+    manifest = build_dataset(
+        list_sources(cut.data, options.folder), cut.data, options.folder / "datasets"
+    )
     dataset = (options.folder / "datasets" / manifest.folder_name).resolve()
     common = common_key(cut.updated(model={"initial_weights": None}), dataset, LONG_NEAR)
     files = [sha256(path) for path in sorted(options.weights.glob("*.safetensors"))]

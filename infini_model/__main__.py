@@ -74,14 +74,7 @@ def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         if missing:
             return {"missing": missing}
         write_listing(listing, data, datasets_dir)
-    manifest = build_dataset(
-        listing,
-        data,
-        config.run.output_dir,
-        datasets_dir=datasets_dir,
-        store=store,
-        progress=write_progress,
-    )
+    manifest = build_dataset(listing, data, datasets_dir, store=store, progress=write_progress)
     name = manifest.folder_name
     folder = (datasets_dir / name).resolve()
     address = None if store is None else f"{store}/{name}"

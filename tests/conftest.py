@@ -187,7 +187,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     config = validate({"data": data})
     output = tmp_path_factory.mktemp("output")
-    manifest = build_dataset(list_sources(config.data, output), config.data, output)
+    manifest = build_dataset(list_sources(config.data, output), config.data, output / "datasets")
     return output / "datasets" / manifest.folder_name
 
 

@@ -226,17 +226,16 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
 def build_dataset(
     listing: Listing,
     config: DataConfig,
-    output_dir: Path,
+    datasets_dir: Path,
     *,
-    datasets_dir: Path | None = None,
     store: str | None = None,
     progress: OnProgress | None = None,
     make_engine: Callable[[DataConfig, Tokenizer], Engine] = make_engine,
 ) -> Manifest:
     """Build `<datasets_dir>/<name>-<key>/`, or reuse it; `latest` then is this one.
 
-    `datasets_dir` defaults to `<output_dir>/datasets`. With `store`, the address of datasets that
-    machines share, partitions and dataset are made there, and the folder has no shards.
+    With `store`, the address of datasets that machines share, partitions and dataset are made
+    there, and the folder has no shards.
 
     An existing dataset is reused if it is intact; otherwise only the partitions that are missing or
     damaged are made. If two processes of a machine ask for the same dataset, one does the work.
@@ -246,7 +245,7 @@ def build_dataset(
     since it was listed, or a source without documents; `UserError` for a full disk or a folder that
     cannot be written; `StoreError` and `UnreachableError` for a store that refuses or stays away.
     """
-    datasets = datasets_at(datasets_dir or output_dir / "datasets", store)
+    datasets = datasets_at(datasets_dir, store)
     wanted = requested_dataset(listing, config, datasets)
     name = wanted.folder.name
     with storage.lock(build_lock(wanted.folder)):

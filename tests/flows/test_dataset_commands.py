@@ -82,8 +82,9 @@ def test_a_dataset_in_a_store_is_verified_by_reading_it(
     env = alone | s3.environment() | {"INFINI_CACHE_DIR": cache}
     data = {"source": {"paths": [str(text_files / "*.txt")]}, "workers": 1}
     config = load_config(overrides=[{"run": {"output_dir": f"{bucket}/team"}, "data": data}])
-    output, datasets = config.run.output_dir, config.run.datasets_store
-    manifest = build_dataset(list_sources(config.data, output), config.data, output, store=datasets)
+    run, datasets = config.run, config.run.datasets_store
+    listing = list_sources(config.data, run.output_dir)
+    manifest = build_dataset(listing, config.data, run.datasets_dir, store=datasets)
     address = f"{datasets}/{manifest.folder_name}"
     there = ("--output-dir", f"{bucket}/team")
     # An address needs no settings.

@@ -48,8 +48,8 @@ def make_run(
     tree["data"]["tokenizer"] = {"spec": tokenizer}
     config: Config = load_config(overrides=[tree, *overrides])
     data, run, store = config.data, config.run, config.run.datasets_store
-    places = {"datasets_dir": run.datasets_dir, "store": store}
-    manifest = build_dataset(list_sources(data, run.output_dir), data, run.output_dir, **places)
+    listing = list_sources(data, run.output_dir)
+    manifest = build_dataset(listing, data, run.datasets_dir, store=store)
     folder = run.datasets_dir / manifest.folder_name
     address = None if store is None else f"{store}/{manifest.folder_name}"
     with claim_run(config, manifest.key, folder, address=address) as run_dir:

@@ -58,7 +58,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits = {"train": 0.7, "validation": 0.2, "test": 0.1}
     source = {"paths": [str(path)], "pairs": True}
     data = validate({"data": {"source": source, "splits": splits}}).data
-    manifest = build_dataset(list_sources(data, folder), data, folder)
+    manifest = build_dataset(list_sources(data, folder), data, folder / "datasets")
     return folder / "datasets" / manifest.folder_name
 
 
@@ -76,5 +76,5 @@ def mixture(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     splits = {"train": 0.7, "validation": 0.2, "test": 0.1}
     data = validate({"data": {"sources": sources, "splits": splits}}).data
-    manifest = build_dataset(list_sources(data, folder), data, folder)
+    manifest = build_dataset(list_sources(data, folder), data, folder / "datasets")
     return folder / "datasets" / manifest.folder_name

@@ -376,7 +376,7 @@ for number in itertools.count():
     data = {"name": "corpus", "workers": 2, "partition_megabytes": 1}
     data["source"] = {"paths": [str(source / "*.txt")]}
     config = load_config(overrides=[{"data": data}]).data
-    build_dataset(list_sources(config, output_dir), config, output_dir)
+    build_dataset(list_sources(config, output_dir), config, output_dir / "datasets")
 """
 
 

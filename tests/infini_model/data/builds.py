@@ -48,8 +48,9 @@ class Machine:
 
         self.made = []
         listing = list_sources(data, self.folder, datasets_dir=self.folder)
-        data, places = self.config(data).data, {"datasets_dir": self.folder, "store": self.address}
-        return build_dataset(listing, data, self.folder, **places, make_engine=engine)
+        return build_dataset(
+            listing, self.config(data).data, self.folder, store=self.address, make_engine=engine
+        )
 
     def make(self, specs, datasets, advance):
         """Make partitions, as an engine does, and note their keys."""
@@ -112,10 +113,10 @@ def killed_in_an_access(data: DataConfig, output_dir: Path, moment: int) -> None
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(die)
-    build_dataset(list_sources(data, output_dir), data, output_dir)
+    build_dataset(list_sources(data, output_dir), data, output_dir / "datasets")
 
 
 def with_full_disk(data: DataConfig, output_dir: Path, limit: int) -> None:
     """Build where no file can have more than `limit` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    build_dataset(list_sources(data, output_dir), data, output_dir)
+    build_dataset(list_sources(data, output_dir), data, output_dir / "datasets")

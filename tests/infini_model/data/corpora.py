@@ -68,7 +68,7 @@ def files_config(*patterns: object, **fields: object) -> DataConfig:
 
 def build(config: DataConfig, output_dir: Path):
     """Download and build; returns the manifest and the folder."""
-    manifest = build_dataset(list_sources(config, output_dir), config, output_dir)
+    manifest = build_dataset(list_sources(config, output_dir), config, output_dir / "datasets")
     return manifest, output_dir / "datasets" / manifest.folder_name
 
 

@@ -215,9 +215,9 @@ def test_one_file_more_makes_its_own_partition_and_renaming_or_moving_none(tmp_p
 
 def test_no_text_is_read_for_what_stands(tmp_path, small):
     listing = list_sources(small, tmp_path)
-    first = build_dataset(listing, small, tmp_path)
+    first = build_dataset(listing, small, tmp_path / "datasets")
     (tmp_path / "a.parquet").unlink()
-    assert build_dataset(listing, small, tmp_path) == first
+    assert build_dataset(listing, small, tmp_path / "datasets") == first
     assert first.key == content_key(first.partitions)
 
 

@@ -137,7 +137,7 @@ def test_shares_in_any_order_make_each_partition_once_for_the_same_dataset(
         assert missing == total - len(made(output))
     assert missing == 0
     assert not list((output / "datasets").glob("corpus-*"))
-    manifest = build_dataset(list_sources(several, output), several, output)
+    manifest = build_dataset(list_sources(several, output), several, output / "datasets")
     assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
     assert manifest.splits == expected.splits
     # They do not depend on each other.
@@ -183,7 +183,7 @@ def test_a_large_file_is_read_by_one_share_and_no_file_twice(tmp_path, sources_r
     assert min(alone) > 0
     assert missing == sorted(missing, reverse=True)
     assert missing[-1] == 0 < missing[-2]
-    manifest = build_dataset(list_sources(config, output), config, output)
+    manifest = build_dataset(list_sources(config, output), config, output / "datasets")
     assert sorted(sources_read) == everything
     assert manifest.splits == expected.splits
     assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
@@ -227,7 +227,7 @@ def test_shards_of_others_are_not_read_to_assemble_nor_to_plan(tmp_path, several
     fact_cache.cache_clear()
     read, plain = [], storage.sha256
     monkeypatch.setattr(storage, "sha256", lambda path: read.append(path) or plain(path))
-    manifest = build_dataset(listing, several, tmp_path)
+    manifest = build_dataset(listing, several, tmp_path / "datasets")
     fact_cache.cache_clear()
     assert Datasets(datasets_dir).find(manifest.folder_name) == manifest
     assert not [path for path in read if str(path).endswith(".arrow")]

@@ -55,7 +55,7 @@ def make_dataset(root, config):
     corpus = list_sources(config.data, config.run.output_dir)
     return (
         config.run.datasets_dir
-        / build_dataset(corpus, config.data, config.run.output_dir).folder_name
+        / build_dataset(corpus, config.data, config.run.datasets_dir).folder_name
     )
 
 

@@ -92,7 +92,7 @@ def test_other_documents_are_read_from_their_beginning(run, parent, tmp_path, ma
     )
     assert config.data.folder is None
     data = validate({"data": {"source": source, "splits": splits}}).data
-    manifest = build_dataset(list_sources(data, tmp_path), data, tmp_path)
+    manifest = build_dataset(list_sources(data, tmp_path), data, tmp_path / "datasets")
     branch = run(config, tmp_path / "datasets" / manifest.folder_name)
     state = read_state(branch / "checkpoints/step-12")
     assert (state.windows_read, state.dataset_key) == (4 * 8, manifest.key)

@@ -53,7 +53,7 @@ def poisoned(tmp_path_factory):
     }
     config = validate({"data": data})
     output = tmp_path_factory.mktemp("output")
-    manifest = build_dataset(list_sources(config.data, output), config.data, output)
+    manifest = build_dataset(list_sources(config.data, output), config.data, output / "datasets")
     return output / "datasets" / manifest.folder_name
 
 

@@ -116,7 +116,7 @@ def test_a_list_of_ends_and_the_chat_template_go_through_a_dataset(tmp_path, voc
     data = {"source": {"paths": str(tmp_path / "a.txt")}, "tokenizer": {"spec": str(source)}}
     splits = {"train": 1.0, "validation": 0.0, "test": 0.0}
     asked = validate({"data": data | {"splits": splits}}).data
-    manifest = build_dataset(list_sources(asked, tmp_path), asked, tmp_path)
+    manifest = build_dataset(list_sources(asked, tmp_path), asked, tmp_path / "datasets")
     folder = tmp_path / "datasets" / manifest.folder_name
     tokenizer = load_dataset_tokenizer(folder)
     assert tokenizer.end_token_ids == (end, 0)

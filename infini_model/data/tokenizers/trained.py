@@ -32,6 +32,7 @@ from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, ObjectMissingError
 from infini_model.runtime.object_store import ObjectStore, Version
 from infini_model.runtime.records import Record, parse_record, write_record
+from infini_model.runtime.storage import content_key
 
 log = logging.getLogger(__name__)
 
@@ -179,14 +180,10 @@ def dataset_tokenizer(
     return trained if is_first else kept.load(counts.fingerprint, "train"), None
 
 
-def _content(place: Place) -> str:
-    return storage.content_key(sorted(map(content_of, place[1])))
-
-
 def _train(partitions: Sequence[Place], vocab_size: int) -> Tokenizer:
     log.info("tokenizer: training one of %d tokens on the source", vocab_size)
     # Neither the names nor the order of the files decide what is learnt.
-    places = sorted(partitions, key=_content)
+    places = sorted(partitions, key=lambda each: content_key(sorted(map(content_of, each[1]))))
     sample = (texts for texts in _sample(places) if len(texts))
     first = next(sample, None)
     if first is None:

@@ -130,14 +130,17 @@ def _pad(prompts: Prompts, vocab_size: int) -> tuple[Tensor, Tensor]:
     for number, row in enumerate(rows):
         if row.dim() != 1 or len(row) == 0:
             raise UserError(f"prompt {number}: is empty")
-        outside = row[(row < 0) | (row >= vocab_size)]
-        if len(outside):
-            raise UserError(
-                f"prompt {number}: token {int(outside[0])} is outside the vocabulary of "
-                f"{vocab_size}"
-            )
+        check_tokens(f"prompt {number}", row, vocab_size)
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
+
+
+def check_tokens(name: str, ids: Tensor, vocab_size: int) -> None:
+    """Raise `UserError` if one of the `ids` is no token."""
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        token = int(outside[0])
+        raise UserError(f"{name}: token {token} is outside the vocabulary of {vocab_size}")
 
 
 def chunk_width(rows: int, segment_length: int) -> int:

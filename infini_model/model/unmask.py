@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infini_model.config import SampleConfig
-from infini_model.model.generate import draw, read_prompts
+from infini_model.model.generate import check_tokens, draw, read_prompts
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.random import hashed, uniform
 from infini_model.runtime.errors import UserError
@@ -119,8 +119,5 @@ def _check(model: InfiniLlama, prompt: Sequence[int]) -> int:
             f"prompt: its {len(prompt):,} tokens leave no room in the model's context of "
             f"{config.segment_length:,}"
         )
-    vocabulary = model.lm_head.out_features
-    outside = [token for token in prompt if not 0 <= token < vocabulary]
-    if outside:
-        raise UserError(f"prompt: token {outside[0]} is outside the vocabulary of {vocabulary}")
+    check_tokens("prompt", torch.tensor(prompt), model.lm_head.out_features)
     return mask

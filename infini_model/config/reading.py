@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 # What stands in a preset or a file for a value that has to be given over it, as in OmegaConf.
 LEFT_OPEN = "???"
-# Of which one is given.
-EXCLUSIVE = (("epochs", "max_steps"), ("source", "sources"))
+# Of which one is given, by their section.
+EXCLUSIVE = (("training", "epochs", "max_steps"), ("data", "source", "sources"))
 # Sections of which every key decides the weights.
 WHOLLY_DECISIVE = DECIDE_WEIGHTS.keys() - {"run"}
 # A string, which may contain `//` (a URL), or a comment.
@@ -155,7 +155,7 @@ def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     if of_one_kind and source_kind(change) != source_kind(base):
         return dict(change)
     merged = dict(base)
-    for pair in EXCLUSIVE:
+    for _, *pair in EXCLUSIVE:
         for given, other in (pair, pair[::-1]):
             if change.get(given) is not None:
                 merged.pop(other, None)
@@ -232,11 +232,10 @@ def merge_typed(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if key in typed and not _is_same(typed[key], value):
                 raise ConfigError(f"{key}: is given twice, as {typed[key]} and as {value}")
             typed[key] = value
-    if None not in (typed.get("training.epochs"), typed.get("training.max_steps")):
-        raise ConfigError("training.epochs: cannot be combined with training.max_steps")
-    sections = {".".join(key.split(".")[:2]) for key, value in typed.items() if value is not None}
-    if {"data.source", "data.sources"} <= sections:
-        raise ConfigError("data.source: cannot be combined with data.sources")
+    given = {tuple(key.split(".")[:2]) for key, value in typed.items() if value is not None}
+    for section, one, other in EXCLUSIVE:
+        if {(section, one), (section, other)} <= given:
+            raise ConfigError(f"{section}.{one}: cannot be combined with {section}.{other}")
     return tree
 
 

@@ -23,7 +23,7 @@ from infini_model.data.manifest import ASSEMBLED, LATEST, PARTITIONS, SPLITS, Ma
 from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.tokenizer import Ragged, Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
-from infini_model.data.verify import find_faults, verify_dataset
+from infini_model.data.verify import examine_dataset, find_faults
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.fact_cache import fact_cache
@@ -118,10 +118,14 @@ class Datasets:
     def find(self, name: str) -> Manifest | None:
         """A dataset that is intact, or None if there is none.
 
-        Raises `DataError` in one line that names what is missing or damaged.
+        Raises `DataError` in one line that names the first file that is missing or damaged.
         """
-        folder = self.folder / name
-        return verify_dataset(folder) if folder.exists() else None
+        if not (self.folder / name).exists():
+            return None
+        manifest, faults = examine_dataset(self.folder / name)
+        if faults:
+            raise DataError(faults[0])
+        return manifest
 
     def write(self, manifest: Manifest, tokenizer: Tokenizer) -> None:
         """Put the folder of a dataset together from finished partitions. Raises `UserError`."""

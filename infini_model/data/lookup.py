@@ -14,7 +14,6 @@ from infini_model.data.build import Dataset
 from infini_model.data.datasets import Datasets, register_use
 from infini_model.data.manifest import LATEST, Manifest, read_origin
 from infini_model.data.store import StoredDatasets, datasets_at, no_dataset
-from infini_model.data.verify import verify_dataset
 from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.storage import MANIFEST
@@ -122,7 +121,8 @@ def stored_dataset(address: str, run: RunConfig) -> tuple[StoredDatasets, str]:
 def _whole(folder: Path) -> Manifest | None:
     """The manifest of a working copy with all its shards, for which nobody needs the store."""
     try:
-        manifest = verify_dataset(folder)
+        manifest = Datasets(folder.parent).find(folder.name)
     except DataError:
         return None
-    return manifest if all((folder / name).exists() for name, _ in manifest.files()) else None
+    files = [] if manifest is None else [name for name, _ in manifest.files()]
+    return manifest if all((folder / name).exists() for name in files) else None

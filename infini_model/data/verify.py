@@ -24,7 +24,6 @@ from infini_model.data.manifest import (
     read_origin,
 )
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache, fact_cache
 from infini_model.runtime.machine import available_cores
 from infini_model.runtime.stage_protocol import OnProgress
@@ -94,17 +93,6 @@ def _unreadable(path: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{path}: is missing"
     return f"{path}: cannot be read: {error.strerror}"
-
-
-def verify_dataset(folder: Path) -> Manifest:
-    """Check that a dataset folder is complete and its shards are what the manifest says.
-
-    Raises `DataError` in one line that names the first file that is missing or damaged.
-    """
-    manifest, faults = examine_dataset(folder)
-    if faults:
-        raise DataError(faults[0])
-    return manifest
 
 
 def examine_dataset(

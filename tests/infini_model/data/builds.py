@@ -19,6 +19,7 @@ from trainings import PRELOADED
 
 from infini_model.config import Config, DataConfig, validate
 from infini_model.data.build import Dataset, build_dataset, plan_dataset
+from infini_model.data.datasets import Datasets
 from infini_model.data.downloads import download_shards
 from infini_model.data.engines import LocalEngine
 from infini_model.data.lookup import finished_dataset
@@ -85,6 +86,11 @@ def in_a_fork(work: Callable[..., Any], *arguments: Any) -> Any:
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(_work_with, dict(os.environ), work, *arguments).result()
+
+
+def verify_dataset(folder: Path) -> Manifest | None:
+    """The dataset in a folder, as whoever is about to use it finds it."""
+    return Datasets(folder.parent).find(folder.name)
 
 
 def killed_in_a_request(

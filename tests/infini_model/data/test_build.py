@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from builds import in_a_fork, killed_in_an_access, with_full_disk
+from builds import in_a_fork, killed_in_an_access, verify_dataset, with_full_disk
 from commands import leftovers
 from corpora import build, files_config, make_texts, shard_bytes, write_files, write_parquet
 from templates import BOS, with_bos
@@ -33,7 +33,6 @@ from infini_model.data.sources.listing import list_sources
 from infini_model.data.sources.rows import Reading
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.data.verify import verify_dataset
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.storage import content_key
 

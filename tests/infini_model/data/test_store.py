@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builds import Machine, in_a_fork, killed_in_a_request
+from builds import Machine, in_a_fork, killed_in_a_request, verify_dataset
 from commands import leftovers, run_here
 from corpora import build, files_config, shard_bytes
 from s3_server import CREDENTIALS
@@ -26,7 +26,7 @@ from infini_model.data.lookup import finished_dataset
 from infini_model.data.manifest import read_manifest
 from infini_model.data.store import StoredDatasets
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
-from infini_model.data.verify import examine_dataset, verify_dataset
+from infini_model.data.verify import examine_dataset
 from infini_model.runtime.claims import claim_run, resume_config
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.object_store import ObjectStore, StoredObject, Version

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from builds import verify_dataset
 from corpora import build, files_config, make_texts, write_files
 
 from infini_model.config import PackingConfig
@@ -12,7 +13,7 @@ from infini_model.data.loading.windows import open_windows
 from infini_model.data.manifest import read_manifest
 from infini_model.data.sources.files import Listing, SourceFile
 from infini_model.data.sources.formats import whole_file
-from infini_model.data.verify import examine_dataset, verify_dataset
+from infini_model.data.verify import examine_dataset
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache
@@ -26,7 +27,7 @@ def test_what_is_no_dataset_is_named(tmp_path, byte_dataset):
     tree = json.loads((byte_dataset / "manifest.json").read_text())
     (newer / "manifest.json").write_text(json.dumps(tree | {"format_version": 99}))
     for read, complaint in (
-        (lambda: verify_dataset(tmp_path / "gone"), "gone: is not a dataset folder"),
+        (lambda: examine_dataset(tmp_path / "gone"), "gone: is not a dataset folder"),
         (lambda: verify_dataset(other), r"other: .*has no manifest\.json"),
         (lambda: verify_dataset(newer), "has format version 99"),
         (lambda: open_windows(other, "train", packing, 16), "other: is not a complete"),

@@ -46,7 +46,7 @@ def preprocess(config: Config) -> State[dict[str, Any]]:
 
 
 def _clean(config: Config, keep: int) -> None:
-    """Remove older datasets of the name. A failure is a warning: the new dataset stands."""
+    """Remove older datasets of the name. A failure is a warning, as the new one is complete."""
     run, log = config.run, get_run_logger()
     try:
         removed = remove_garbage(run.output_dir, run.datasets_dir, keep, only=config.data.name)

@@ -1,9 +1,8 @@
 """The presets: complete settings to start from, and remedies that apply over any settings.
 
-A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: it
-applies over the others and over a file, and alone, if it changes the training, over the default.
-`run.preset` records those that a configuration started from, as `arxiv-stable`. `???` stands for
-what only the user can name.
+A preset is a file in `deployments/presets`. One without data is a remedy, such as `stable`: alone
+it applies over the default preset, else over the others and over a file. `run.preset` records those
+that a configuration started from, as `arxiv-stable`. `???` stands for what only the user can name.
 """
 
 from __future__ import annotations
@@ -73,11 +72,9 @@ def configure(presets: Iterable[str], overrides: Iterable[str | Mapping[str, Any
 def _layered(presets: Iterable[str], file: Path | None = None) -> dict[str, Any]:
     """The tree of the presets, the file over them and the remedies over both, with its origin."""
     names = list(presets)
-    trees = {name: _read(name) for name in names}
-    is_alone = file is None and set(names) <= set(remedy_names())
-    if is_alone and any("training" in tree for tree in trees.values()):
+    if names and set(names) <= set(remedy_names()) and file is None:
         names.insert(0, DEFAULT_PRESET)
-        trees[DEFAULT_PRESET] = _read(DEFAULT_PRESET)
+    trees = {name: _read(name) for name in names}
     tree: dict[str, Any] = {}
     for name in (each for each in trees if each not in remedy_names()):
         tree = _over(tree, trees[name])

@@ -179,7 +179,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
 def to_branch(
     places: RunConfig, name: str, step: int | None, overrides: Sequence[str]
 ) -> Invocation:
-    """How to train a branch of the run `name` by `pipeline`.
+    """Describe the training of a branch of the run `name` by `pipeline`.
 
     Raises `UserError` if there is no such run or checkpoint, `ConfigError` if an override is wrong.
     """
@@ -192,7 +192,7 @@ def to_branch(
 
 
 def places_of(run_dir: Path, places: RunConfig) -> dict[str, Any]:
-    """The settings of where a run is: its output folder, and the store if `places` names one."""
+    """Name where a run is: its output folder, and the store if `places` names one."""
     where = {"output_dir": str(run_dir.parent.parent)}
     return {"run": where if places.store is None else where | {"store": places.store}}
 

@@ -48,25 +48,24 @@ def show(config: Config, *, every: bool) -> None:
     )
     console.print(f"Dataset: {plan.place}")
     _print_sizes(console, manifest, windows)
-    train, segment, batch = windows("train"), config.model.segment_length, batches.global_batch
-    phases = make_phases(train, config.packing, segment, config.training, global_batch=batch)
-    # One process has the windows of all, in the same order.
-    size = batch * config.training.batches_by(1)
+    train, segment, size = windows("train"), config.model.segment_length, batches.global_batch
+    phases = make_phases(train, config.packing, segment, config.training, global_batch=size)
+    # One process has the batch of all, in the same order.
     with Loader(train, batch_size=size, seed=config.run.seed, phases=phases) as loader:
-        numbers, (first,) = loader.numbers(0).reshape(-1).tolist(), next(loader)
+        numbers, (batch,) = loader.numbers(0).reshape(-1).tolist(), next(loader)
     coverage = measure_coverage(phases[-1], segment)
     memory = config.model.memory
     warnings = coverage.warnings(config.packing.mode, memory)
     console.print(*coverage.describe(memory), *warnings, sep="\n")
-    counted = make_objective(config).inputs(first).counted.numpy()
+    counted = make_objective(config).inputs(batch).counted.numpy()
     console.print(
-        f"First step: {len(numbers):,} windows of {counted.shape[1]:,} tokens, of which "
+        f"First batch: {len(numbers):,} windows of {counted.shape[1]:,} tokens, of which "
         f"{counted.mean():.0%} are learned{', the rest is dim' * console.is_terminal}"
     )
     tokenizer, shift = load_dataset_tokenizer(plan.folder), config.training.objective == "causal"
     shown = numbers if every else numbers[:WINDOWS]
     for place, number in enumerate(shown):
-        text = _window(first, counted, place, tokenizer, int(shift))
+        text = _window(batch, counted, place, tokenizer, int(shift))
         if not every and len(text) > HEAD + TAIL:
             more = f"\n── {len(text) - HEAD - TAIL:,} characters more ──\n"
             text = text[:HEAD].append(more, "bold").append(text[-TAIL:])

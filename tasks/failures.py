@@ -161,7 +161,7 @@ def _lighter(config: Config, dataset_dir: Path, *, in_main_memory: bool) -> str:
 
 
 def failed(error: Exception) -> State[Any]:
-    """The state of a task or flow run that ended with an expected failure."""
+    """Make the state of a task or flow run that ended with an expected failure."""
     name = "TimedOut" if isinstance(error, TimeoutError) else "Failed"
     return Failed(name=name, message=reason(error), data=error)
 

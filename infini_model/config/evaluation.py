@@ -97,7 +97,7 @@ class SampleConfig(Section):
 
 
 class DuringConfig(Section):
-    """What is measured while the model trains, on the first process."""
+    """Measurements while the model trains, by the first process."""
 
     tasks: list[Literal["loss_by_position", "passkey", "lm_eval"]] = []
     """Tasks whose metrics are recorded at these steps, with the settings below."""

@@ -9,6 +9,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, StrictBool
@@ -118,7 +119,8 @@ class TrainingConfig(Section):
     """Micro-batches accumulated per optimizer step."""
     batch_schedule: Schedule | None = None
     """Global batches that a step takes from a fraction of the steps on, such as {0: 1, 0.25: 2,
-    0.5: 4}; the learning rate keeps its own schedule. null (default) is one throughout."""
+    0.5: 4}, each at most 16 times the one before; the learning rate keeps its own schedule. null
+    (default) is one throughout."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon (Liu et al., arXiv 2502.16982), which makes the steps of the layers' matrices
     orthogonal, keeps one moment of them where AdamW keeps two, and leaves the rest to AdamW;
@@ -178,7 +180,10 @@ class TrainingConfig(Section):
         return sum(count * max(0, min(step, end) - start) for count, start, end in phases)
 
     def steps_of(self, batches: int, first: int = 0) -> int:
-        """The least total of steps that take so many global batches after the `first` steps."""
+        """Find a total of steps that take so many global batches after the `first` steps.
+
+        One step fewer takes less.
+        """
 
         def taken(total: int) -> int:
             whole = self.updated(max_steps=total)
@@ -189,6 +194,9 @@ class TrainingConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None):
             yield "takes exactly one of max_steps and epochs"
+        counts = [*(self.batch_schedule or {}).values()]
+        if any(after > 16 * before for before, after in pairwise(counts)):
+            yield "batch_schedule grows more than 16-fold at once, and would look like a hang"
         if self.lora is not None and self.optimizer == "muon":
             yield "optimizer=muon does not support lora; set optimizer=adamw"
         if self.decay_steps is not None:

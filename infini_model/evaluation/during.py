@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from infini_model.evaluation.context import EvalContext
+from infini_model.evaluation.task import TaskResult
 from infini_model.evaluation.tasks import load_task
 from infini_model.evaluation.tasks.sample import continue_document
 from infini_model.runtime.errors import ConfigError
@@ -59,24 +60,31 @@ class Measurements(Callback):
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
         """Measure on rank 0, after a validation at a due step."""
         step, sample_steps = evaluation.step, self._trainer.config.logging.sample_steps
-        samples = sample_steps is not None and step % sample_steps == 0
-        measures = bool(self._tasks) and step % self._during.steps == 0
-        if evaluation.split != "validation" or not (samples or measures):
+        due: dict[str, Callable[[EvalContext], TaskResult]] = {}
+        if sample_steps is not None and step % sample_steps == 0:
+            due["sample"] = _log_sample
+        if step % self._during.steps == 0:
+            due |= {name: task.run for name, task in self._tasks.items()}
+        if evaluation.split != "validation" or not due:
             return {}
         if not self._world.is_main:
             while self._world.broadcast(lambda: True):  # what `_advance` and its end say
                 self._trainer.check_stop()
             return {}
+        found = dict[str, float]()
         try:
-            with self._context(step) as context, _any_algorithms():
-                context.on_windows = self._advance
-                if samples:
-                    _log_sample(context, step)
-                return self._measure(context) if measures else {}
-        except StoppedError:
-            return {}
+            for name, measure in due.items():
+                try:
+                    with self._context(step) as context:
+                        context.on_windows = self._advance
+                        found |= measure(context).metrics
+                except StoppedError:
+                    return {}
+                except Exception as error:  # noqa: BLE001 - tasks of the harness can raise anything
+                    log.warning("step %d: evaluation.during: %s failed: %r", step, name, error)
         finally:
             self._world.broadcast(lambda: False)
+        return found
 
     def _advance(self, windows: int) -> None:  # noqa: ARG002
         """Keep the other ranks waiting. Raises `StoppedError` if any received a signal."""
@@ -84,45 +92,26 @@ class Measurements(Callback):
         if self._trainer.check_stop():
             raise StoppedError
 
-    def _measure(self, context: EvalContext) -> dict[str, float]:
-        """The metrics of all tasks; one that fails is warned of, and does not end the training."""
-        found = dict[str, float]()
-        for name, task in self._tasks.items():
-            try:
-                found |= task.run(context).metrics
-            except StoppedError:
-                raise
-            except Exception as error:  # noqa: BLE001 - tasks of the harness can raise anything
-                log.warning("%s: evaluation.during: %s failed: %r", context.name, name, error)
-        return found
-
     @contextlib.contextmanager
     def _context(self, step: int) -> Iterator[EvalContext]:
         setup, name = self._trainer.setup, f"step {step}"
-        with tempfile.TemporaryDirectory(prefix="infini-during-") as folder:
-            yield EvalContext(
-                *(setup.run_dir, setup.dataset_dir, setup.config, setup.model, setup.windows),
-                name=name,
-                weights_key=name,
-                folder=Path(folder),
-            )
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        # Generation may take operations that have no deterministic kernel.
+        torch.use_deterministic_algorithms(mode=False)
+        try:
+            with tempfile.TemporaryDirectory(prefix="infini-during-") as folder:
+                yield EvalContext(
+                    *(setup.run_dir, setup.dataset_dir, setup.config, setup.model, setup.windows),
+                    name=name,
+                    weights_key=name,
+                    folder=Path(folder),
+                )
+        finally:
+            torch.use_deterministic_algorithms(mode=is_deterministic)
 
 
-def _log_sample(context: EvalContext, step: int) -> None:
-    found = continue_document(context)
-    if found is None:
-        log.warning("step %d: there is no held-out document to continue", step)
-        return
-    # Quoted: a text can have what would command a terminal.
-    log.info("Sample at step %d: %r → %r", step, found.prompt[-SHOWN:], found.continuation)
-
-
-@contextlib.contextmanager
-def _any_algorithms() -> Iterator[None]:
-    """Allow algorithms that are not deterministic: some of generation, as sums along a row."""
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(mode=False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(mode=was)
+def _log_sample(context: EvalContext) -> TaskResult:
+    if found := continue_document(context):
+        # Quoted: a text can have what would command a terminal.
+        log.info("Sample at %s: %r → %r", context.name, found[1][-SHOWN:], found[2])
+    return TaskResult(section="")

@@ -113,7 +113,7 @@ def add_lora(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter."""
+    """Return True if a parameter of this name is one of an adapter."""
     return name.endswith(_ADAPTERS)
 
 

@@ -287,8 +287,8 @@ def clear_for_resume(run_dir: Path, checkpoint: Path | None) -> None:
     Call it only while no other process writes to the run. A damaged `step-N` becomes
     `damaged-step-N`, which pruning ignores and which can still be inspected.
     """
-    for place in (run_dir, *run_dir.rglob("*")):
-        remove_leftovers(place)
+    for place, _, _ in os.walk(run_dir):  # which follows no links
+        remove_leftovers(Path(place))
     for _, path in list_checkpoints(run_dir):
         if path == checkpoint:
             break
@@ -325,7 +325,7 @@ def find_run(runs_dir: Path, owner_id: str) -> Path | None:
 
 
 def is_shared(key: str) -> bool:
-    """Whether a file of a run is small, and of interest to other machines.
+    """Return True if a file of a run is small, and of interest to other machines.
 
     Keys from a store are checked by this too: none of them leaves the run folder.
     """

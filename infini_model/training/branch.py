@@ -33,7 +33,8 @@ def begin_state(
         )
     before = PackingConfig.model_validate(parent.config["packing"])
     own, theirs = (each.model_dump(exclude=WEIGHING) for each in (config.packing, before))
-    training = TrainingConfig.model_validate(parent.config["training"])
+    scheduled = {key: parent.config["training"].get(key) for key in ("max_steps", "batch_schedule")}
+    training = TrainingConfig.model_validate(scheduled)
     origin = Origin(parent.step)
     is_continued = (parent.dataset_key, parent.seed) == (manifest.key, config.run.seed)
     if is_continued and own == theirs:

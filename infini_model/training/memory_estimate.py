@@ -164,11 +164,12 @@ def estimate_memory(
     gradients, moments = sum(parameters.trained) // shards, sum(parameters.moments) // shards
     if recomputed is None:
         recomputed = config.launch.may_recompute(config.model.num_hidden_layers)[0]
+    batches = (config.training.batch_schedule or {0.0: 1}).values()
     taken = _activations(config, parameters, device, recomputed, is_sharded=shards > 1)
     if shards > 1:
         # Two layers and all that is outside them, of which half has a gradient to be reduced.
         taken += 2 * parameters.layer + 3 * parameters.root // 2
-    elif processes == 1 and config.training.gradient_accumulation_steps == 1:
+    elif processes == config.training.gradient_accumulation_steps == max(batches) == 1:
         # The gradients come while the activations go.
         taken = max(0, taken - gradients)
     return MemoryEstimate(parameters.all // shards, gradients, moments, taken)

@@ -259,8 +259,10 @@ class Console(Callback):
         if not step.logged:
             return
         # At the average pace, including validation and checkpoints: 1:05:30.
-        pace = (time.monotonic() - self._began) / (step.number - self._began_at)
-        minutes, seconds = divmod(round(pace * (step.total - step.number)), 60)
+        batches = self._setup.config.training.batches_by
+        done, to_do = batches(step.number) - batches(self._began_at), batches(step.total)
+        pace = (time.monotonic() - self._began) / done
+        minutes, seconds = divmod(round(pace * (to_do - batches(step.number))), 60)
         hours, minutes = divmod(minutes, 60)
         left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         log.info(

@@ -370,6 +370,7 @@ def _model_and_optimizer(
             check_frozen(weights, config)
     module = build_module(config, make_objective(config), folder, world, adapter)
     optimizer = make_optimizer(module.model, config.training, world)
+    torch.manual_seed(config.run.seed + world.rank)  # of dropout
     if checkpoint is not None:
         load_optimizer(checkpoint, module.model, optimizer, world)
         load_generators(checkpoint, world)

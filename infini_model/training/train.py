@@ -199,7 +199,7 @@ class Trainer:
         began = time.perf_counter()
         after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
-        first_window, batches = self._next_batches()
+        first_window, wait_seconds, batches = self._next_batches()
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
 
         self.optimizer.zero_grad(set_to_none=True)
@@ -237,7 +237,7 @@ class Trainer:
                 learning_rate=rate,
                 first_window=first_window,
                 windows_read=self.loader.windows_read,
-                wait_seconds=self.loader.wait_seconds,
+                wait_seconds=wait_seconds,
                 peak_bytes=peak_bytes(self.world.device),
                 logged=self._is_due(self.config.logging.logging_steps),
             ),
@@ -256,19 +256,22 @@ class Trainer:
         if not self.reads_late or logging.debug or is_last or self._is_stopped():
             self._read()
 
-    def _next_batches(self) -> tuple[int, list[Batch]]:
-        """The windows read before the next step, and this rank's micro-batches of it.
+    def _next_batches(self) -> tuple[int, float, list[Batch]]:
+        """Return the windows read before the next step, the wait, and this rank's micro-batches.
 
         A step takes as many global batches as `training.batch_schedule` says, after those that are
         marked to be skipped.
         """
-        training = self.config.training
+        training, waited, batches = self.config.training, 0.0, list[Batch]()
         count = training.batches_by(self.step + 1) - training.batches_by(self.step)
         while (first := self.loader.windows_read) in self.setup.recovery.skipped:
             log.warning("skipping the batch at window %d", first)
             for _ in range(count):
                 next(self.loader)
-        return first, [batch for _ in range(count) for batch in next(self.loader)]
+        for _ in range(count):
+            batches += next(self.loader)
+            waited += self.loader.wait_seconds
+        return first, waited, batches
 
     def _read(self) -> None:
         """Read what the last launched step found, and record it, unless that has been done."""

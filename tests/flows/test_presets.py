@@ -30,7 +30,7 @@ def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))
     assert load_config(file) == Invocation.of([], file, {}).config == config
-    assert config.run.preset == ("quickstart-stable" if preset == "stable" else preset)
+    assert config.run.preset == (f"quickstart-{preset}" if preset in remedy_names() else preset)
 
 
 @pytest.mark.parametrize("preset", WHOLE)
@@ -63,16 +63,16 @@ def test_what_a_preset_leaves_to_the_user_is_asked_for_in_one_line(presets: list
     assert configure(presets, overrides=[WEIGHTS]).model.initial_weights == "team/llama"
 
 
-def test_what_only_evaluates_lies_over_a_run_or_over_other_presets() -> None:
-    """Alone it says nothing of a training, so that a run is evaluated with its own settings."""
+def test_long_contexts_are_evaluated_of_a_run_or_beside_another_preset() -> None:
+    """What `infini evaluate` lays over a run is this task, whatever is below it here."""
     sections = {"evaluation", "tracking", "data"}
     own = configure(["long-context"]).model_dump(exclude_unset=True, include=sections)
-    assert [*own] == ["evaluation"]
-    assert own["evaluation"]["lm_eval"]["tasks"] == ["ruler", "babilong_longctx", "longbench"]
+    assert own["evaluation"].keys() - {"max_windows"} == {"batch_size", "tasks", "lm_eval"}
+    assert own["evaluation"]["tasks"] == ["lm_eval"]
+    assert "folder" not in own["data"]
     over = configure(["arxiv", "long-context"])
-    assert over.evaluation.lm_eval.tasks == own["evaluation"]["lm_eval"]["tasks"]
+    assert over.evaluation.lm_eval.tasks == ["ruler", "babilong_longctx", "longbench"]
     assert over.training == configure(["arxiv"]).training
-    assert configure(["stable", "long-context"]).data.name == "stdlib"
 
 
 @pytest.mark.parametrize("preset", WHOLE)

@@ -21,7 +21,7 @@ from infini_model.data.sources.files import brief
 from infini_model.data.sources.formats import check_format, codec_of
 from infini_model.data.sources.text import CODECS
 from infini_model.runtime import storage
-from infini_model.runtime.errors import BUSY, DataError, UnreachableError
+from infini_model.runtime.errors import BUSY, DataError, UnreachableError, UserError
 from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,7 @@ def fetch_files(
     `UnreachableError` for a host that does not answer, `UserError` on a full disk.
     """
     done = 0
-    with httpx.Client(
-        verify=ssl.create_default_context(),
-        headers={"Accept-Encoding": "identity"},
-        timeout=httpx.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT),
-        follow_redirects=True,
-    ) as client:
+    with _client() as client:
         remotes = [_resolve(client, address, raw_dir, given) for address in addresses]
         total = sum(remote.size or 0 for remote in remotes)
         for remote in remotes:
@@ -69,6 +64,21 @@ def fetch_files(
                 if progress is not None:
                     progress(done, max(done, total))
     return [remote.target for remote in remotes]
+
+
+def _client() -> httpx.Client:
+    """Make a client with the proxies of the environment and the passwords of `~/.netrc`."""
+    passwords = Path("~/.netrc").expanduser()
+    try:
+        return httpx.Client(
+            auth=httpx.NetRCAuth(str(passwords)) if passwords.is_file() else None,
+            verify=ssl.create_default_context(),
+            headers={"Accept-Encoding": "identity"},
+            timeout=httpx.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT),
+            follow_redirects=True,
+        )
+    except (ImportError, ValueError) as error:
+        raise UserError(f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY: {brief(error)}") from error
 
 
 def _resolve(client: httpx.Client, address: str, raw_dir: Path, given: str | None) -> _Remote:
@@ -80,10 +90,10 @@ def _resolve(client: httpx.Client, address: str, raw_dir: Path, given: str | Non
         if answer.is_error:  # as where an address is signed for one method
             with client.stream("GET", address) as answer:
                 answer.raise_for_status()
-    told = answer.headers
-    is_plain = told.get("Content-Encoding", "identity") == "identity"
-    size = int(told["Content-Length"]) if is_plain and "Content-Length" in told else None
-    identity = [address, size, *(told.get(field) for field in IDENTITY_FIELDS)]
+    headers = answer.headers
+    is_plain = headers.get("Content-Encoding", "identity") == "identity"
+    size = int(headers["Content-Length"]) if is_plain and "Content-Length" in headers else None
+    identity = [address, size, *(headers.get(field) for field in IDENTITY_FIELDS)]
     return _Remote(address, size, raw_dir / storage.content_key(identity)[:32] / name)
 
 
@@ -144,7 +154,7 @@ def _reachable(address: str) -> Iterator[None]:
             raise UnreachableError(f"{address}: cannot be reached: {status} {reason}") from error
         reason = "not found" if status in (404, 410) else reason or "refused"
         raise DataError(f"{address}: {reason} (HTTP {status})") from error
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
         raise DataError(f"{address}: cannot be read: {error}") from error
     except httpx.HTTPError as error:
         raise UnreachableError(f"{address}: cannot be reached: {brief(error)}") from error

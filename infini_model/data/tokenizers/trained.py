@@ -46,7 +46,7 @@ Place: TypeAlias = tuple[Reading, Sequence[FileRange]]
 
 
 class PinnedTokenizer(Record):
-    """Which tokenizer the datasets of a name use, and the day on which it was trained."""
+    """The tokenizer that the datasets of a name use, and the day on which it was trained."""
 
     fingerprint: str
     trained: str

@@ -88,7 +88,7 @@ class LmEval(EvaluationTask):
 
 
 def load_tasks(settings: LmEvalConfig, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """What the harness loads for each name in `settings.tasks`; `tokenizer` measures RULER's texts.
+    """Load what each name in `settings.tasks` stands for; `tokenizer` measures RULER's texts.
 
     Raises `UserError` if none is named, or one is unknown, lacks a package or runs code that a
     model writes, `DataError` if documents cannot be read, `UnreachableError` if the hub does not
@@ -105,7 +105,8 @@ def load_tasks(settings: LmEvalConfig, tokenizer: Tokenizer) -> dict[str, dict[s
     def manager(*, of_babilong: bool) -> Any:
         metadata: dict[str, Any] = {}
         if lengths is not None:
-            metadata["max_seq_lengths"] = f"{max(lengths) // 1024}k" if of_babilong else lengths
+            thousands = 1 << (max(lengths) // 1024).bit_length() - 1  # it has powers of two
+            metadata["max_seq_lengths"] = f"{thousands}k" if of_babilong else lengths
         if isinstance(tokenizer, BPETokenizer):
             metadata["tokenizer"] = saved.name
         path, is_own = folder and str(folder), folder is not None
@@ -126,12 +127,8 @@ def load_tasks(settings: LmEvalConfig, tokenizer: Tokenizer) -> dict[str, dict[s
 def _load(name: str, manager: Any, num_fewshot: int | None) -> dict[str, Any]:
     if name not in manager.all_tasks:
         raise UserError(f"{KEY}.tasks: the harness has no task {name!r}")
-    mistakes = (
-        TypeError,  # a key that the harness does not know
-        ImportError,  # a package that the task needs
-        AssertionError,  # no tokenizer, which a dataset of bytes does not have
-        LookupError,  # texts that nltk has not downloaded
-    )
+    # An unknown key, a package that is missing, a tokenizer of bytes, texts that nltk lacks.
+    mistakes = TypeError, ImportError, AssertionError, LookupError
     with _one_line(name, *mistakes), hub_errors(f"{KEY}.tasks: {name}"):
         loaded: dict[str, Any] = manager.load([name])
     for task in loaded["tasks"].values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,31 +21,24 @@ class Sample(EvaluationTask):
 
     def run(self, context: EvalContext) -> TaskResult:
         """Generate with the settings in `evaluation.sample` and the run's seed."""
-        found = continue_document(context)
-        if found is None:
+        if not (found := continue_document(context)):
             return TaskResult(section="There is no held-out document to continue.")
+        place, prompt, continuation, original = found
         parts = [
-            f"Prompt: {found.place}.",
-            fenced(found.prompt),
+            f"Prompt: {place}.",
+            fenced(prompt),
             "Model's continuation:",
-            fenced(found.continuation) if found.continuation else "(end of text)",
+            fenced(continuation) if continuation else "(end of text)",
             "Original continuation:",
-            fenced(found.original) if found.original else "(end of document)",
+            fenced(original) if original else "(end of document)",
         ]
         return TaskResult(section="\n\n".join(parts))
 
 
-class Continuation(NamedTuple):
-    """Texts: the beginning of a document, what the model generates after it, and what follows."""
-
-    place: str
-    prompt: str
-    continuation: str
-    original: str
-
-
-def continue_document(context: EvalContext) -> Continuation | None:
+def continue_document(context: EvalContext) -> tuple[str, str, str, str] | None:
     """Generate with the settings in `evaluation.sample` and the run's seed; None without a text.
+
+    Returns where the prompt is from, the prompt, its continuation, and the original one.
 
     The document is the first one longer than the prompt length, or the longest one. Of
     conversations it is the first whose beginning, up to what is learned, fits the context.
@@ -79,7 +71,7 @@ def continue_document(context: EvalContext) -> Continuation | None:
         context.config.run.seed,
         tokenizer.end_token_ids,
     )
-    return Continuation(
+    return (
         f"the first {len(prompt):,} tokens of document {number} of the {split} split",
         tokenizer.decode(prompt),
         tokenizer.decode(list(new)),

@@ -69,10 +69,8 @@ def test_what_is_measured_is_what_the_checkpoint_gives_and_changes_nothing(
     context = CheckpointContext(run_dir, dataset, config)
     for task, name in (("passkey", EXACT), ("loss_by_position", GAIN)):
         assert load_task(task).run(context).metrics[name] == curve(run_dir, name)[12]
-    found = continue_document(context)
-    assert (
-        samples(caplog)[-1] == f"Sample at step 12: {found.prompt[-60:]!r} → {found.continuation!r}"
-    )
+    _, prompt, continuation, _ = continue_document(context)
+    assert samples(caplog)[-1] == f"Sample at step 12: {prompt[-60:]!r} → {continuation!r}"
     assert [re.search(r"step (\d+)", line)[1] for line in samples(caplog)] == ["0", "6", "12"]
 
 
@@ -129,7 +127,9 @@ def test_one_rank_measures_while_the_others_wait_and_may_be_stopped(measured, da
     assert repeatable(run_dir) == repeatable(whole)
 
 
-def test_a_task_that_fails_does_not_end_the_training(measured, dataset, tmp_path, caplog):
+def test_a_task_or_a_sample_that_fails_does_not_end_the_training(
+    measured, dataset, tmp_path, caplog, monkeypatch
+):
     (tmp_path / "beams.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     (tmp_path / "beams.yaml").write_text(
         "task: beams\ndataset_path: json\ntest_split: test\noutput_type: generate_until\n"
@@ -137,14 +137,23 @@ def test_a_task_that_fails_does_not_end_the_training(measured, dataset, tmp_path
         'doc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
         "generation_kwargs: {num_beams: 4, until: []}\n"
     )
+
+    def fail(context):
+        raise MemoryError(f"of {context.name}")
+
+    monkeypatch.setattr("infini_model.evaluation.during.continue_document", fail)
     config = measured(tasks=["lm_eval", "passkey"], steps=12)
     lm_eval = {"tasks": ["beams"], "include_path": tmp_path}
     config = config.updated(evaluation={"lm_eval": lm_eval})
     assert train(config, dataset, tmp_path / "run", [Measurements()]).step == 12
     assert [*curve(tmp_path / "run", EXACT)] == [0, 12]
     said = [r.getMessage() for r in caplog.records if "evaluation.during" in r.getMessage()]
-    assert [line.partition(":")[0] for line in said] == ["step 0", "step 12"]
-    assert all("lm_eval failed" in line and "num_beams is not supported" in line for line in said)
+    places = [line.partition(":")[0] for line in said]
+    assert places == ["step 0", "step 0", "step 6", "step 12", "step 12"]
+    assert all("MemoryError('of step" in line for line in said[::2] if "sample failed" in line)
+    of_task = [line for line in said if "lm_eval failed" in line]
+    assert len(of_task) == 2
+    assert all("num_beams is not supported" in line for line in of_task)
 
 
 def test_what_cannot_be_measured_is_refused_before_the_first_step(measured, dataset, tmp_path):

@@ -17,6 +17,7 @@ from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import newest_checkpoint
 from infini_model.runtime.storage import write_json
 from infini_model.training.checkpoint import read_state
+from infini_model.training.memory_estimate import estimate_memory
 from infini_model.training.train import train
 
 WINDOW = 64
@@ -107,7 +108,31 @@ def test_a_branch_reads_on_from_where_its_parent_was(make_config, dataset):
     assert read_state(newest_checkpoint(branch)).windows_read == read + 8 * 4 * 4
 
 
-@pytest.mark.parametrize("schedule", [{}, {0.5: 2}, {0: 0}, {0: 1, 1: 2}, {0: 1.5}])
+def test_a_run_of_epochs_may_have_become_shorter_than_its_warm_up_and_decay(make_config, dataset):
+    """What such a run decided for itself is no reason to refuse a branch of it."""
+    epochs = {"epochs": 0.1, "max_steps": None, "warmup_steps": 4, "decay_steps": 4}
+    config = make_config(run={"name": "short", "seed": 3}, training=epochs)
+    with claim_run(config, read_manifest(dataset).key, dataset) as run_dir:
+        train(config, dataset, run_dir)
+    assert (end := read_state(newest_checkpoint(run_dir)).step) < 8
+    branch = branch_config(run_dir, end, [{"training": {"max_steps": end + 8, "epochs": None}}])
+    with claim_run(branch, read_manifest(dataset).key, dataset) as run_dir:
+        train(branch, dataset, run_dir)
+    assert read_state(newest_checkpoint(run_dir)).step == end + 8
+
+
+def test_what_accumulates_is_estimated_alike():
+    accumulated = {"gradient_accumulation_steps": 4}
+    estimates = [
+        estimate_memory(validate({"training": training}), 1, "cpu")
+        for training in (accumulated, {"batch_schedule": {0: 1, 0.5: 4}}, {})
+    ]
+    assert estimates[0] == estimates[1] != estimates[2]
+
+
+@pytest.mark.parametrize(
+    "schedule", [{}, {0.5: 2}, {0: 0}, {0: 1, 1: 2}, {0: 1.5}, {0: 1, 0.5: 17}]
+)
 def test_a_schedule_begins_at_0_and_counts_whole_batches(schedule):
     with pytest.raises(ConfigError, match=r"training\.batch_schedule"):
         validate({"training": {"batch_schedule": schedule}})

@@ -114,17 +114,18 @@ def test_a_run_of_epochs_may_have_become_shorter_than_its_warm_up_and_decay(make
     config = make_config(run={"name": "short", "seed": 3}, training=epochs)
     with claim_run(config, read_manifest(dataset).key, dataset) as run_dir:
         train(config, dataset, run_dir)
-    assert (end := read_state(newest_checkpoint(run_dir)).step) < 8
+    end = read_state(newest_checkpoint(run_dir)).step
+    assert end < 8
     branch = branch_config(run_dir, end, [{"training": {"max_steps": end + 8, "epochs": None}}])
     with claim_run(branch, read_manifest(dataset).key, dataset) as run_dir:
         train(branch, dataset, run_dir)
     assert read_state(newest_checkpoint(run_dir)).step == end + 8
 
 
-def test_what_accumulates_is_estimated_alike():
+def test_what_accumulates_is_estimated_alike(make_config):
     accumulated = {"gradient_accumulation_steps": 4}
     estimates = [
-        estimate_memory(validate({"training": training}), 1, "cpu")
+        estimate_memory(make_config(training=training, model={"vocab_size": 256}), 1, "cpu")
         for training in (accumulated, {"batch_schedule": {0: 1, 0.5: 4}}, {})
     ]
     assert estimates[0] == estimates[1] != estimates[2]
@@ -134,5 +135,5 @@ def test_what_accumulates_is_estimated_alike():
     "schedule", [{}, {0.5: 2}, {0: 0}, {0: 1, 1: 2}, {0: 1.5}, {0: 1, 0.5: 17}]
 )
 def test_a_schedule_begins_at_0_and_counts_whole_batches(schedule):
-    with pytest.raises(ConfigError, match=r"training\.batch_schedule"):
+    with pytest.raises(ConfigError, match=r"training\W+batch_schedule"):
         validate({"training": {"batch_schedule": schedule}})

@@ -9,27 +9,35 @@ import random
 import re
 import socket
 import sys
+from collections import Counter
+from pathlib import Path
 
+import lm_eval
+import numpy as np
 import pytest
 import torch
 import yaml
 from llamas import write_llama
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from real import smollm2
 from templates import with_bos
 from tiny_models import draw_memory_parameters, tiny_config
 from tokenizers import Tokenizer as Reference
 from trained_run import Made
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from infini_model.config import SampleConfig
+from infini_model.config import SampleConfig, validate
+from infini_model.config.evaluation import LmEvalConfig
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
+from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.harness import HarnessModel, read_settings
 from infini_model.evaluation.tasks import load_task
+from infini_model.evaluation.tasks.lm_eval import load_tasks
 from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
-from infini_model.runtime.errors import DataError, UserError
+from infini_model.runtime.errors import ConfigError, DataError, UserError
 
 CONTEXT = 48
 WORDS = ["the", "memory", "of", "a", "segment", "is", "read", "by", "next", "ünïcödé", "漢字"]
@@ -299,7 +307,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_network(tmp_path_factory):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("the network is used")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -385,6 +393,50 @@ def test_mistakes_are_one_line(made, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     fails(UserError, "lm_eval needs a package: pip install lm-eval", "choice")
+
+
+HARNESS = Path(lm_eval.__file__).parent / "tasks"
+
+
+def test_ruler_measures_its_texts_with_the_tokenizer_of_the_run(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)  # it asks for texts of nltk
+    tokenizer = load_tokenizer(str(smollm2()))
+    name, lengths = "niah_multikey_2", [1024, 2048]
+    settings = LmEvalConfig(tasks=[name], include_path=HARNESS / "ruler", lengths=lengths)
+    (task,) = load_tasks(settings, tokenizer)[name]["tasks"].values()
+    documents = task.eval_docs
+    assert Counter(documents["max_length"]) == {1024: 500, 2048: 500}
+    sizes = np.diff(tokenizer.encode_batch(documents["input"]).offsets)
+    shares = sizes / np.array(documents["max_length"])
+    assert shares.max() <= 1
+    assert shares.min() > 0.5
+    with pytest.raises(UserError, match=r"tasks: niah_multikey_2: No tokenizer") as caught:
+        load_tasks(settings, BYTES)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"lm_eval\.lengths\.0: "):
+        validate({"evaluation": {"lm_eval": {"lengths": [512]}}})
+
+
+@pytest.mark.parametrize(("lengths", "taken"), [(None, "0k"), ([1024, 6000], "4k")])
+def test_babilong_is_read_from_a_folder_of_its_name(tmp_path, monkeypatch, lengths, taken):
+    """As on a machine without the hub; its lengths are powers of two."""
+    folder = tmp_path / "RMT-team" / "babilong-1k-samples"
+    folder.mkdir(parents=True)
+    configs = []
+    for length in ("0k", "4k"):
+        rows = [{"input": f"{length} of text", "question": "where?", "target": "here"}] * 3
+        (folder / f"{length}.json").write_text(json.dumps(rows))
+        files = [{"split": "qa1", "path": f"{length}.json"}]
+        configs.append({"config_name": length, "data_files": files})
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    monkeypatch.chdir(tmp_path)
+    name = "babilong_qa1"
+    settings = LmEvalConfig(tasks=[name], include_path=HARNESS / "babilong", lengths=lengths)
+    (task,) = load_tasks(settings, BYTES)[name]["tasks"].values()
+    assert [row["input"] for row in task.eval_docs] == [f"{taken} of text"] * 3
 
 
 def test_a_diffusion_model_is_refused(made):

@@ -441,8 +441,8 @@ def _read_prompt(prompt: str | None, file: BinaryIO | None) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = "--prompt" if file is None else file.name
-        raise UserError(f"{place}: is not UTF-8 text") from error
+        option = "--prompt" if file is None else "--prompt-file"
+        raise UserError(f"{option}: is not UTF-8 text") from error
 
 
 @app.command()

@@ -36,7 +36,7 @@ def in_16_bits(lora=None, **changes):
     torch.manual_seed(3)
     model = InfiniLlama(tiny_config(initializer_range=0.4, **changes), lora=lora)
     if lora is not None:
-        drawn = {name: torch.randn_like(t) for name, t in initial_adapters(model).items()}
+        drawn = {name: torch.randn_like(t) for name, t in initial_adapters(model, {}).items()}
         model.assign(dict(model.named_parameters()) | drawn)
     draw_memory_parameters(model)
     model.precision = PRECISIONS["bf16"]

@@ -266,8 +266,8 @@ def _annotations(flow_name: str) -> dict[str, Any]:
     about = (
         "Laid over the settings of the run; empty for the run's own."
         if flow_name in EVALUATE
-        else "Source of all settings left empty. stable, a remedy for NaN losses, applies over "
-        "quickstart."
+        else "Source of all settings left empty. stable, a remedy for NaN losses, and long-context "
+        "apply over quickstart."
     )
     annotations = {"preset": _parameter("preset", presets, about)}
     for name in settings_of(flow_name):

@@ -62,9 +62,9 @@ class Measurements(Callback):
         step, sample_steps = evaluation.step, self._trainer.config.logging.sample_steps
         due: dict[str, Callable[[EvalContext], TaskResult]] = {}
         if sample_steps is not None and step % sample_steps == 0:
-            due["sample"] = _log_sample
+            due["logging.sample_steps"] = _log_sample
         if step % self._during.steps == 0:
-            due |= {name: task.run for name, task in self._tasks.items()}
+            due |= {f"evaluation.during: {k}": task.run for k, task in self._tasks.items()}
         if evaluation.split != "validation" or not due:
             return {}
         if not self._world.is_main:
@@ -81,7 +81,7 @@ class Measurements(Callback):
                 except StoppedError:
                     return {}
                 except Exception as error:  # noqa: BLE001 - tasks of the harness can raise anything
-                    log.warning("step %d: evaluation.during: %s failed: %r", step, name, error)
+                    log.warning("step %d: %s failed: %r", step, name, error)
         finally:
             self._world.broadcast(lambda: False)
         return found

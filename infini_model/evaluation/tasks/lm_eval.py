@@ -88,7 +88,7 @@ class LmEval(EvaluationTask):
 
 
 def load_tasks(settings: LmEvalConfig, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """Load what each name in `settings.tasks` stands for; `tokenizer` measures RULER's texts.
+    """Load the tasks that `settings` names, by these names; `tokenizer` measures RULER's texts.
 
     Raises `UserError` if none is named, or one is unknown, lacks a package or runs code that a
     model writes, `DataError` if documents cannot be read, `UnreachableError` if the hub does not

@@ -147,13 +147,14 @@ def test_a_task_or_a_sample_that_fails_does_not_end_the_training(
     config = config.updated(evaluation={"lm_eval": lm_eval})
     assert train(config, dataset, tmp_path / "run", [Measurements()]).step == 12
     assert [*curve(tmp_path / "run", EXACT)] == [0, 12]
-    said = [r.getMessage() for r in caplog.records if "evaluation.during" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if " failed: " in r.getMessage()]
     places = [line.partition(":")[0] for line in said]
     assert places == ["step 0", "step 0", "step 6", "step 12", "step 12"]
-    assert all("MemoryError('of step" in line for line in said[::2] if "sample failed" in line)
-    of_task = [line for line in said if "lm_eval failed" in line]
-    assert len(of_task) == 2
-    assert all("num_beams is not supported" in line for line in of_task)
+    named = [(line.split(": ", 1)[1].partition(" failed")[0], line) for line in said]
+    sample, task = "logging.sample_steps", "evaluation.during: lm_eval"
+    assert [name for name, _ in named] == [sample, task, sample, sample, task]
+    reasons = {sample: "MemoryError('of step ", task: "num_beams is not supported"}
+    assert all(reasons[name] in line for name, line in named)
 
 
 def test_what_cannot_be_measured_is_refused_before_the_first_step(measured, dataset, tmp_path):

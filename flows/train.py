@@ -9,7 +9,6 @@ from flows.parameters import as_flow
 from infini_model.config import Config
 from tasks import train as stage
 from tasks.checks import check_training_memory, refresh_and_check_stores
-from tasks.control import end_predecessors
 from tasks.shard import use_dataset
 from tasks.weights import fetch_weights
 
@@ -22,6 +21,4 @@ def train(config: Config) -> State[dict[str, str]]:
     weights = fetch_weights(config)
     dataset = use_dataset(config)
     with stage.train(config, dataset, weights) as run_dir:
-        done = stage.outcome(run_dir)
-        end_predecessors(run_dir, done)
-        return Completed(message=done, data={"run_dir": str(run_dir)})
+        return Completed(message=stage.outcome(run_dir), data={"run_dir": str(run_dir)})

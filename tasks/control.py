@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -23,13 +22,12 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, Stat
 from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled, Completed, Running, Suspended
+from prefect.states import Cancelled, Running, Suspended
 
 from infini_model.runtime.processes import deferred_signals
-from infini_model.runtime.runs import is_finished, read_run
 from tasks.artifacts import find, warn_on_error
 from tasks.failures import FIRST, KEY
-from tasks.flow_run import current_flow_run, current_owner, retried_flow_run
+from tasks.flow_run import current_flow_run, retried_flow_run
 
 POLL_SECONDS = 2.0
 
@@ -234,24 +232,3 @@ def end_tasks(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Non
 
 def like(state: State) -> State:
     return State(type=state.type, name=state.name, message=state.message)
-
-
-def end_predecessors(run_dir: Path, outcome: str) -> None:
-    """Complete the flow runs that had a run folder before, once the current one did their work.
-
-    Otherwise one that was suspended, or failed, would wait for someone to resume it for ever.
-    """
-    owner = current_owner()
-    former = read_run(run_dir).former_owners
-    if owner.id is None or not former:
-        return
-    with warn_on_error("end of earlier flow runs"), get_client(sync_client=True) as client:
-        current = client.read_flow_run(UUID(owner.id))
-        done: State = Completed(message=f"{outcome}; finished by flow run {current.name}")
-        for number in former:
-            with contextlib.suppress(ObjectNotFound):  # deleted, or of another server
-                earlier = client.read_flow_run(UUID(number))
-                # A training alone is all of the work of another one, but not of a pipeline.
-                is_done = is_finished(run_dir) or earlier.flow_id == current.flow_id
-                if is_done and (earlier.state is None or not earlier.state.is_completed()):
-                    end(client, earlier, done)

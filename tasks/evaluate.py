@@ -13,7 +13,6 @@ from infini_model.config import Config
 from infini_model.data.build import Dataset
 from infini_model.runtime.runs import VALIDATION_LOSS
 from tasks import artifacts
-from tasks.control import end_predecessors
 from tasks.failures import FIRST
 from tasks.stage import run_stage, run_with_retries
 from tasks.train import mlflow_link, outcome
@@ -28,11 +27,9 @@ def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
     if config.launch.node_rank > 0:
         return {"run_dir": str(run_dir)}
     stage = config.stages.evaluate
-    report = run_with_retries(
+    return run_with_retries(
         _evaluate, stage, "evaluate", run_dir.name, config, dataset.folder, run_dir
     )
-    end_predecessors(run_dir, _summary(report))
-    return report
 
 
 def completed(result: dict[str, Any]) -> State[dict[str, Any]]:

@@ -6,7 +6,6 @@ of the attention knocked out.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +18,6 @@ from infini_model.data.loading.stream import TokenStream, open_split
 from infini_model.data.loading.windows import Batch, sample_windows
 from infini_model.data.manifest import Split
 from infini_model.evaluation.context import HELD_OUT, EvalContext, Pass, kept_or_computed
-from infini_model.evaluation.pages import table
 from infini_model.evaluation.plots import plot_by_position
 from infini_model.evaluation.statistics import Interval, bootstrap
 from infini_model.evaluation.task import EvaluationTask, TaskResult
@@ -234,44 +232,20 @@ def _of_documents(context: EvalContext, documents: LongDocuments) -> TaskResult:
     )
     chosen, found = len(documents.starts), documents.found
     which = "all that are" if chosen == found else f"a fixed sample of the {found:,} that are"
-    scored = (
-        f"The first {segments:,} segments of {documents.segment_length:,} tokens of {chosen:,} "
-        f"documents of the {split} split, {which} long enough."
-    )
     return TaskResult.of(
         {
             f"evaluation/{split}_{name}_from_segment_{first}": interval
             for name, intervals in named.items()
             for (first, _), interval in zip(far, intervals, strict=True)
         },
-        section=f"{scored}\n\n{_table(documents, measured, far)}",
+        section=(
+            f"The first {segments:,} segments of {documents.segment_length:,} tokens of {chosen:,} "
+            f"documents of the {split} split, {which} long enough."
+        ),
         summary=summary,
         advice=to_do,
         pictures={"Loss and gain of the memory by segment": path},
     )
-
-
-def _table(documents: LongDocuments, measured: Measurement, far: Sequence[tuple[int, int]]) -> str:
-    """Perplexities, and what the parts of the attention gain, by position."""
-    length = documents.segment_length
-    # The 1st segment, the 2nd, the 3rd and 4th, the 5th to 8th, and so on.
-    growing = [(1, 1)]
-    while (last := growing[-1][1]) < documents.segments:
-        growing.append((last + 1, min(2 * last, documents.segments)))
-    names = [f"{(first - 1) * length + 1:,} to {last * length:,}" for first, last in growing]
-    names += [f"from segment {first}" for first, _ in far]
-    ranges = [*growing, *far]
-
-    def perplexities(sums: np.ndarray) -> list[str]:
-        losses = (each.estimate for each in measured.over(sums, ranges))
-        return [f"{math.exp(min(loss, 700.0)):,.3f}" for loss in losses]
-
-    columns = {"Tokens": names, "Perplexity": perplexities(measured.whole)}
-    for part, without in measured.without.items():
-        gains = measured.over(without - measured.whole, ranges)
-        columns[f"Perplexity, {part} knocked out"] = perplexities(without)
-        columns[f"Gain of the {part} (nats)"] = [str(each) for each in gains]
-    return table([*columns], zip(*columns.values(), strict=True))
 
 
 def verdict(gains: Sequence[Interval], where: str, part: Part = "memory") -> str:

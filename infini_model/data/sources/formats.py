@@ -35,7 +35,6 @@ from infini_model.data.sources.text import (
     MAX_OFFSET,
     WIDE,
     Block,
-    as_utf8,
     chunks,
     decompressed,
     documents_in,
@@ -60,7 +59,7 @@ def _read_text(
     content = b"".join(chunks(decompressed(file, part.codec), MAX_OFFSET + 1, batch_bytes))
     if len(content) > MAX_OFFSET:
         raise DataError(f"{address}: is a document of more than {MAX_OFFSET} bytes")
-    yield documents_in(Block(0, as_utf8(content)), None, errors, address)
+    yield documents_in(Block(0, content), None, errors, address)
 
 
 class Format(NamedTuple):
@@ -233,17 +232,11 @@ def read_range(
         size = part.file.bytes
         if size > MAX_OFFSET:
             raise DataError(f"{address}: has {size} bytes; a document has at most {MAX_OFFSET}")
-        content = as_utf8(read_source(part.file))
-        yield documents_in(Block(0, content), None, reading.errors, address)
+        yield documents_in(Block(0, read_source(part.file)), None, reading.errors, address)
         return
     with open_source(part.file, part.whole) as file:
-        is_plain = FORMATS[part.kind].compressed and not part.codec
-        if is_plain and (head := file.read(2)).startswith(WIDE):
-            # Whole, by whoever reads the first range.
-            if part.start:
-                return
-            file = pa.BufferReader(as_utf8(head + file.read()))
-            part = part.model_copy(update={"stop": None})
+        if part.kind in ("jsonl", "json", "csv", "tsv") and file.read(2) in WIDE:
+            raise DataError(f"{address}: is UTF-16, not UTF-8: convert it by iconv -f utf-16")
         for rows in FORMATS[part.kind].read(file, part, reading, batch_bytes):
             for start in range(0, len(rows), BATCH_DOCUMENTS):
                 yield rows[start : start + BATCH_DOCUMENTS]

@@ -37,7 +37,7 @@ CODECS = {"gz": "gzip", "zst": "zstd"}
 ADVICE = "data.source.errors takes skip or replace"
 Errors = Literal["fail", "skip", "replace"]
 NEWLINE, RETURN = b"\n\r"
-# What Windows programs write in front of UTF-8, and of UTF-16.
+# What Windows programs write in front of UTF-8, and of UTF-16, which is not read.
 MARK, WIDE = codecs.BOM_UTF8, (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Of the documents that are left out, the first are named; all are counted elsewhere.
 NAMED = 3
@@ -116,14 +116,6 @@ def _raw_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def as_utf8(data: bytes) -> bytes:
-    """A file that begins with the mark of UTF-16, in UTF-8; any other as it is."""
-    try:
-        return data.decode("utf-16").encode() if data.startswith(WIDE) else data
-    except UnicodeDecodeError:
-        return data  # which is not UTF-8 either
-
-
 def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
     """The text of `data`, which begins at byte `start`, or None to skip it.
 
@@ -187,8 +179,8 @@ def documents_in(
     for (_, start), (end, _) in pairwise([(0, 0), *separators, (len(data), 0)]):
         is_binary = (nul := data.find(0, start, end)) >= 0
         if is_binary and errors != "skip":
-            place = block.start + nul
-            raise DataError(f"{address}: is binary, not text: it has a NUL at byte {place}")
+            reason = f"is binary or UTF-16, not UTF-8: it has a NUL at byte {block.start + nul}"
+            raise DataError(f"{address}: {reason}")
         try:
             text = None if is_binary else decode(data[start:end], errors, block.start + start)
         except DataError as error:

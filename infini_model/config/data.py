@@ -111,8 +111,7 @@ class BaseSource(Section):
 
     kind: str
     column: str = "text"
-    """Column that holds the text, in files of rows, or its path such as doc.text. Of a list of
-    texts, each is a line."""
+    """Column that holds the text, in files of rows, or its path such as doc.text."""
     min_characters: NonNegativeInt = 0
     """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: bool = False

@@ -243,7 +243,7 @@ def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]
         kind = kind.field(name).type
     if not path:
         raise _missing_column(column, names, f"{address}: ")
-    value = kind.value_type if pa.types.is_dictionary(kind) or _is_list(kind) else kind
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(value) for test in HOLDS_TEXT):
         raise DataError(f"{address}: column {column!r} is {kind}, not text")
     return [column]
@@ -282,11 +282,7 @@ def text_bytes(metadata: Any, group: int, reading: Reading) -> int:
 def _text_chunk(metadata: Any, group: int, column: str) -> Any:
     # Not by the names of the chunks: to ask an encrypted one for anything ends the process.
     paths = [metadata.schema.column(each).path for each in range(metadata.num_columns)]
-    if column not in paths:
-        # That of a list is longer, as it names the items as well.
-        column = next(path for path in paths if path.startswith(f"{column}."))
-    index = paths.index(column)
-    return metadata.row_group(group).column(index)
+    return metadata.row_group(group).column(paths.index(column))
 
 
 def _batch_rows(metadata: Any, group: int, reading: Reading, batch_bytes: int) -> int:
@@ -344,7 +340,7 @@ def _rows(
             yield from _rows(batch.slice(0, half), reading, address, first_row)
             yield from _rows(batch.slice(half), reading, address, first_row + half)
             return
-        texts = _as_texts(array)
+        texts = as_text(array.cast(pa.binary()))
         if texts is not None:
             yield texts
             return
@@ -352,16 +348,3 @@ def _rows(
     columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
     rows = iter(pa.RecordBatch.from_pydict(columns).to_pylist())
     yield from _of_objects(rows, address, reading, MAX_OFFSET, first_row)
-
-
-def _as_texts(array: pa.Array) -> pa.StringArray | None:
-    """Bytes, or lists of them as lines, as strings; None if Python has to look at each."""
-    if _is_list(array.type):
-        if array.flatten().null_count:
-            return None
-        array = pc.binary_join(array.cast(pa.large_list(pa.binary())), b"\n")
-    return as_text(array.cast(pa.binary()))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

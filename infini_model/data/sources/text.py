@@ -131,7 +131,7 @@ def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
 
 
 def text_of(value: Any, what: str, errors: Errors) -> str | None:
-    """The text of a field, a string or bytes, or lines of them; None if it is null or skipped.
+    """The text of a field, a string or bytes; None if it is null or skipped.
 
     JSON can spell lone surrogates, but UTF-8 cannot. Raises `DataError` that tells what is wrong
     with `what`, the field, but not of which document.
@@ -140,10 +140,6 @@ def text_of(value: Any, what: str, errors: Errors) -> str | None:
         return decode(value, errors)
     if value is None:
         return None
-    if isinstance(value, list):
-        items = [text_of(each, f"an item of {what}", errors) for each in value if each is not None]
-        lines = [each for each in items if each is not None]
-        return "\n".join(lines) if len(lines) == len(items) else None
     if not isinstance(value, str):
         raise DataError(f"{what} is {type(value).__name__}, not text")
     try:

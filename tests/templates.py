@@ -1,4 +1,4 @@
-"""Tokenizers whose post-processor puts a token in front of every text."""
+"""Templates of tokenizers: a token in front of every text, and the form of a conversation."""
 
 from tokenizers import Tokenizer, processors
 
@@ -18,3 +18,11 @@ def with_bos(definition: str, token: str = BOS, template: str = "{} $A") -> str:
     )
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), around])
     return str(tokenizer.to_str())
+
+
+def of_messages(line: str) -> str:
+    """A chat template of such a line a message, with `{role}` and `{content}`."""
+    message = line.replace("{role}", "{{ m.role }}").replace("{content}", "{{ m.content }}")
+    opening = line.partition("{content}")[0].replace("{role}", "assistant")
+    asked = f"{{% if add_generation_prompt %}}{opening}{{% endif %}}"
+    return f"{{% for m in messages %}}{message}{{% endfor %}}{asked}"

@@ -54,17 +54,7 @@ def _is_share(value: str) -> bool:
 Share = Annotated[str, takes("I/N with 1 <= I <= N, such as 2/4", _is_share)]
 
 
-def _is_template(value: str) -> bool:
-    is_jinja = "{{" in value or "{%" in value
-    return is_jinja or (
-        value.count("{content}") == 1 and "{role}" in value.partition("{content}")[0]
-    )
-
-
-Template = Annotated[
-    str,
-    takes("text with one {content}, and {role} in front of it, or a Jinja template", _is_template),
-]
+Template = Annotated[str, takes("a Jinja template", lambda value: "{{" in value or "{%" in value)]
 # Keys and kinds of a source, for which a source of that name would be taken.
 RESERVED = frozenset({"kind", "paths", "repository", "files", "hub"})
 
@@ -125,9 +115,9 @@ class BaseSource(Section):
     """Names of the columns of conversations, if data.source.pairs: that of the messages, or those
     of the question and the answer. Empty (default) are the usual ones."""
     template: Template | None = None
-    """How messages become text, if data.source.pairs: the text of a message with {role} and
-    {content}, or a program in Jinja as in chat_template.jinja. null (default) is the chat template
-    of the tokenizer, or {role}:\\n{content}\\n\\n if it has none."""
+    """How messages become text, if data.source.pairs: a program in Jinja, as in
+    chat_template.jinja. null (default) is the chat template of the tokenizer or, if it has none,
+    for each message its role, a colon, a new line and its content."""
     screen: ScreenConfig | None = None
     """Screening of the texts by quality filters, and for near-duplicates, before they are
     tokenised; {} is near-duplicates alone, null (default) nothing."""

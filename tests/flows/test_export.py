@@ -11,7 +11,7 @@ import torch
 from commands import tiny, write_texts
 from llamas import recorded, write_llama
 from peft import AutoPeftModelForCausalLM
-from templates import BOS, with_bos
+from templates import BOS, of_messages, with_bos
 from tokenizers import Tokenizer as Reference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -33,7 +33,7 @@ from infini_model.training.train import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
 GIVEN = "given.json"
-TEMPLATE = "<{role}>{content}"
+TEMPLATE = of_messages("<{role}>{content}")
 GREEDY = ("--no-gpu", "--max-new-tokens=9", "--temperature=0")
 Trained = tuple[Manifest, Path]
 

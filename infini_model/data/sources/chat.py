@@ -1,4 +1,4 @@
-"""The form of a conversation: a tokenizer's own `chat_template`, or one line of text a message.
+"""The form of a conversation, by default a tokenizer's own `chat_template`.
 
 A `chat_template` is Hugging Face's: a program in Jinja, which is rendered as `transformers` renders
 it, in Jinja's sandbox and without the date, so that the same messages always give the same text.
@@ -15,9 +15,11 @@ from typing import Any, Literal, NoReturn
 from infini_model.runtime.errors import DataError
 
 USER, ASSISTANT = "user", "assistant"
-ROLE, CONTENT = "{role}", "{content}"
 # The form of a tokenizer that states none.
-PLAIN_TEMPLATE = "{role}:\n{content}\n\n"
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:\n{{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
 # Stands for an answer whose surroundings are looked for. No template changes a word.
 MARK = "a8f1b0c5d3e94726"
 ADVICE = "; data.source.learn=last learns the last answer alone"
@@ -34,7 +36,7 @@ class ChatTemplate:
     """The form in which messages become text.
 
     Attributes:
-        source: A program in Jinja, or the text of a message with `{role}` and `{content}`.
+        source: The program.
         tokens: What the program knows by name, such as `eos_token`.
         begin: The text of the token that begins every document, which is not part of the rendered
             text; empty if none does.
@@ -46,22 +48,6 @@ class ChatTemplate:
     begin: str = ""
     end: str = ""
 
-    @property
-    def jinja(self) -> str:
-        """The program, for those who know no other form."""
-        if "{{" in self.source or "{%" in self.source:
-            return self.source
-        # A string of JSON is one of Jinja.
-        pieces = [json.dumps(piece, ensure_ascii=False) for piece in self.source.split(ROLE)]
-        text = " + role + ".join(pieces).replace(CONTENT, '" + content + "')
-        opening = text.partition(" + content")[0]
-        return (
-            "{% for message in messages %}{% set role = message.role %}"
-            f"{{% set content = message.content %}}{{{{ {text} }}}}{{% endfor %}}"
-            f"{{% if add_generation_prompt %}}{{% set role = '{ASSISTANT}' %}}"
-            f"{{{{ {opening} }}}}{{% endif %}}"
-        )
-
     def render(self, messages: Messages, *, asks: bool = True, tools: Any = None) -> str:
         """The text of messages; `asks` adds what comes before the assistant's next answer.
 
@@ -72,7 +58,7 @@ class ChatTemplate:
 
         known = dict(self.tokens) | {"tools": tools, "documents": None}
         try:
-            text = _compiled(self.jinja).render(
+            text = _compiled(self.source).render(
                 messages=list(messages), add_generation_prompt=asks, **known
             )
         except (TemplateError, *PROGRAM_ERRORS) as error:

@@ -184,7 +184,7 @@ class BPETokenizer:
         return ChatTemplate(source, self.special_tokens(), begin, self._spelling(self.eos_token_id))
 
     def state_chat(self, template: ChatTemplate) -> None:
-        self.stated = replace(self.stated, chat_template=template.jinja)
+        self.stated = replace(self.stated, chat_template=template.source)
 
     @cached_property
     def _fast(self) -> Any:

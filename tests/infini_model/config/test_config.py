@@ -109,7 +109,7 @@ def test_overrides_beat_the_file_and_the_later_one_wins(tmp_path: Path) -> None:
         (r"separator='\n'", r"\n"),
         (r'separator="\t\n"', "\t\n"),
         ("separator=null", None),
-        (r"template={role}\n{content}", "{role}\n{content}"),
+        (r"template={{messages}}\n", "{{messages}}\n"),
         (r"column=a\nb", r"a\nb"),
         ("configuration=no", "no"),
         ("revision=0123456", "0123456"),
@@ -314,10 +314,7 @@ REFUSED = {
     "data={engine: ray, device: cuda:1}": "data: device cuda:1 needs engine=local; Ray takes",
     "data.source.kind=zip": "data.source.kind: got 'zip': takes 'files', 'hub'",
     "data.source={kind: hub}": "data.source.repository: missing",
-    "data.source.template=x": "data.source.template: got 'x': takes text with one {content}",
-    "data.source.template='{content}{role}'": (
-        "data.source.template: got '{content}{role}': takes text with one {content}, and {role} in"
-    ),
+    "data.source.template=x": "data.source.template: got 'x': takes a Jinja template",
     "data.splits.train=0.5": "data.splits: train + validation + test must be 1, not 0.6",
     "data.splits={train: 0, validation: 0.5, test: 0.5}": "data.splits: train must be more than 0",
     "data.share=5/4": "data.share: got '5/4': takes I/N with 1 <= I <= N, such as 2/4",
@@ -388,7 +385,7 @@ REFUSED = {
         "packing.context_schedule (1)"
     ),
     "data.sources={a: {paths: [x], pairs: true}, b: {paths: [x], pairs: true, "
-    "template: '{role}{content}'}}": "data: the conversations of all sources take one form",
+    "template: '{{messages}}'}}": "data: the conversations of all sources take one form",
 }
 
 

@@ -167,9 +167,9 @@ def test_a_key_depends_only_on_what_decides_the_content_and_never_changes():
     file = FILE.model_copy(update={"fingerprint": "x"})
     places = ({"start": 6}, {"start": 5, "stop": 6}, {"file": file}, {"format": "jsonl"})
     ranges = [other.model_copy(update=each) for each in places]
-    chat = Conversations(ChatTemplate("{role}{content}"))
+    chat = Conversations(ChatTemplate("{{ messages }}"))
     chats = chat, replace(chat, learn="last"), replace(chat, columns=("q", "a"))
-    chats += (Conversations(ChatTemplate("{role}: {content}")),)
+    chats += (Conversations(ChatTemplate("{{ messages }}:")),)
     readings = (
         *({"column": "body"}, {"errors": "skip"}, {"min_characters": 5}, {"separator": "x"}),
         *({"conversations": each} for each in chats),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from real import real_tokenizer
+from templates import of_messages
 from tiny_models import draw_memory_parameters, tiny_config
 
 from infini_model.config import SampleConfig
@@ -113,7 +114,9 @@ def model_that_writes_letters() -> InfiniLlama:
 @pytest.mark.parametrize("end", ["</>", ""])
 def test_an_answer_is_the_continuation_of_all_turns(tokenizer: ByteTokenizer, end: str) -> None:
     model = model_that_writes_letters()
-    talk = Conversation(model, tokenizer, ChatTemplate("<{role}>{content}" + end), SAMPLING)
+    talk = Conversation(
+        model, tokenizer, ChatTemplate(of_messages("<{role}>{content}" + end)), SAMPLING
+    )
     text, answers = "", set()
     for said in ("one", "a longer turn, of several segments" * 3, "two"):
         text += f"<user>{said}{end}<assistant>"
@@ -134,7 +137,7 @@ def test_a_token_of_an_answer_copies_no_segment(monkeypatch: pytest.MonkeyPatch)
         return hidden, after
 
     monkeypatch.setattr(model, "advance", seen)
-    form = ChatTemplate("{role}{content}")
+    form = ChatTemplate(of_messages("{role}{content}"))
     list(Conversation(model, BYTES, form, SAMPLING).reply("hello"))
     assert len(held) == 1
 
@@ -142,4 +145,4 @@ def test_a_token_of_an_answer_copies_no_segment(monkeypatch: pytest.MonkeyPatch)
 def test_a_diffusion_model_is_refused_in_one_line() -> None:
     model = InfiniLlama(tiny_config(bidirectional=True, mask_token_id=0))
     with pytest.raises(UserError, match="chat needs a causal model"):
-        Conversation(model, BYTES, ChatTemplate("{role}{content}"), SAMPLING)
+        Conversation(model, BYTES, ChatTemplate(of_messages("{role}{content}")), SAMPLING)

@@ -10,6 +10,7 @@ from corpora import as_rows, cut_file, make_pairs, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from real import real_tokenizer, smollm2
+from templates import of_messages
 from transformers import AutoTokenizer
 
 from infini_model.config import FilesSource, HubSource
@@ -24,7 +25,8 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE)
-LLAMA = ChatTemplate("<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>")
+LINE = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+LLAMA = ChatTemplate(of_messages(LINE))
 PLAIN = Conversations(TEMPLATE)
 READING = Reading(conversations=PLAIN)
 
@@ -165,19 +167,19 @@ def test_what_a_real_template_teaches_is_what_the_assistant_says(name):
         assert learned.count("user") == said.count("user")
 
 
-@given(st.lists(st.text(), min_size=1), st.sampled_from([TEMPLATE, LLAMA]))
-def test_what_a_message_says_is_never_read_as_a_template(contents, template):
-    contents = ["{role}{content}{0.__class__}%s", *contents, "{content}"]
+@given(st.lists(st.text(), min_size=1), st.sampled_from([LINE, "{role}:\n{content}\n\n"]))
+def test_what_a_message_says_is_never_read_as_a_template(contents, line):
+    contents = ["{{ messages }}{% if %}{# %s", *contents, "{{ messages }}"]
     row = {"messages": [message("user", each) for each in contents]}
     row["messages"][-1]["role"] = "assistant"
-    prompt, answer = Conversations(template).pieces(row, "fail")
-    head, _, tail = template.source.replace("{role}", "user").partition("{content}")
+    prompt, answer = Conversations(ChatTemplate(of_messages(line))).pieces(row, "fail")
+    head, _, tail = line.replace("{role}", "user").partition("{content}")
     assert prompt.startswith("".join(head + each + tail for each in contents[:-1]))
-    assert answer.startswith("{content}")
+    assert answer.startswith("{{ messages }}")
 
 
 def test_a_template_decides_nothing_of_texts():
-    assert reading_of(FilesSource(template="{role}{content}")) == Reading()
+    assert reading_of(FilesSource(template="{{ messages }}")) == Reading()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

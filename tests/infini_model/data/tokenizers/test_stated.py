@@ -5,6 +5,7 @@ import unicodedata
 
 import pytest
 from real import real_tokenizer, smollm2
+from templates import of_messages
 from transformers import AutoTokenizer, GenerationConfig
 
 from infini_model.config import validate
@@ -169,21 +170,14 @@ def test_a_template_that_refuses_is_quoted_in_one_line(source, reason):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("source", [PLAIN_TEMPLATE, '<{role}>"{content}\\</{role}> 👍\n'])
-def test_the_line_of_a_message_and_the_program_that_it_becomes_agree(source):
-    text = "".join(
-        source.replace("{role}", each["role"]).replace("{content}", each["content"])
-        for each in TALK
-    )
-    chat = ChatTemplate(source)
-    assert chat.render(TALK, asks=False) == text
-    opening = source.replace("{role}", "assistant").partition("{content}")[0]
-    assert chat.render(TALK) == text + opening
-    assert ChatTemplate(chat.jinja).render(TALK) == text + opening
+def test_without_a_template_a_message_is_its_role_and_its_content():
+    text = "".join(f"{each['role']}:\n{each['content']}\n\n" for each in TALK)
+    assert ChatTemplate(PLAIN_TEMPLATE).render(TALK, asks=False) == text
+    assert ChatTemplate(PLAIN_TEMPLATE).render(TALK) == f"{text}assistant:\n"
 
 
 def test_what_ends_the_document_is_not_there_twice():
-    chat = ChatTemplate("<{role}>{content}<end>\n", end="<end>")
+    chat = ChatTemplate(of_messages("<{role}>{content}<end>\n"), end="<end>")
     talk = [*TALK[:2], {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     asked, again = "<user>1 + 1?<end>\n<assistant>", "\n<user>?<end>\n<assistant>"
     assert chat.pieces(talk) == [asked, "2 👍<end>", again, "!"]

@@ -152,28 +152,20 @@ def chunk_width(rows: int, segment_length: int) -> int:
 def read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
     """Process prompts in chunks: the next logits [B, V] and the state after the prompts.
 
-    While all rows have full segments, a chunk is several segments. After that rows are at different
-    positions, and a chunk is one segment.
-
     `ids` [B, longest] are padded on the right; they and `lengths` [B] int64 are on the CPU. A model
     of block diffusion reads prompts of whole segments only.
     """
-    length, device = model.config.segment_length, model.lm_head.weight.device
-    filled = int(lengths.min()) // length * length
-    at_once = chunk_width(len(lengths), length)
+    device, width = (
+        model.lm_head.weight.device,
+        chunk_width(len(lengths), model.config.segment_length),
+    )
     state = model.empty_state(len(lengths))
     last = model.model.norm.weight.new_zeros(len(lengths), model.config.hidden_size)
-    start = 0
     with model.precision.autocast(device):
-        while start < ids.size(1):
-            width = min(at_once, filled - start) if start < filled else length
+        for start in range(0, ids.size(1), width):
             chunk = ids[:, start : start + width].to(device)
-            counts = (lengths - start).clamp(0, width)
-            if start < filled:
-                hidden, state = model.extend(chunk, state)
-            else:
-                hidden, state = model.advance(chunk, state, counts, in_place=True)
+            counts = (lengths - start).clamp(0, chunk.size(1))
+            hidden, state = model.extend(chunk, state, counts=counts, in_place=True)
             newest = hidden[range(len(counts)), (counts - 1).tolist()].to(last.dtype)
             last = torch.where((counts > 0).to(device)[:, None], newest, last)
-            start += width
         return model.lm_head(last), state

@@ -153,7 +153,8 @@ class Attention(nn.Module):
         after = None
         if self.memory is not None and state.rule is not None:
             chunk = (x, q, k, values[:, :, kept:], out)
-            out, after = self.memory.advance(*chunk, state.rule, update)
+            # By its forward: hooks that bring a module's weights are called there.
+            out, after = self.memory(*chunk, state.rule, update)
         if update.completes is not None:
             keys, values = window.shifted(
                 keys, values, context.rope, update.completes, update.is_first
@@ -254,13 +255,17 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         sizes = config.segment_length, config.window_segments, config.window_sinks
         self.window = Window(*sizes, causal=not config.bidirectional, backend=backend)
+        self.tabulate_rope(config)
+        self.recomputed_layers = 0
+        self.no_rope_layer_interval = config.no_rope_layer_interval
+        self.query_scale = query_scale(config.rope_scaling)
+
+    def tabulate_rope(self, config: ModelConfig) -> None:
+        """Compute the rotary embedding, which no file holds, on the CPU."""
         shape = config.segment_length, config.head_dim, config.rope_theta, config.rope_scaling
         cos, sin = rope_tables(*shape, before=self.window.kept)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.recomputed_layers = 0
-        self.no_rope_layer_interval = config.no_rope_layer_interval
-        self.query_scale = query_scale(config.rope_scaling)
 
     def compile_layers(self, *, attention: bool = True, feed_forward: bool = True) -> None:
         """Choose which halves of the layers training compiles; at first, none.

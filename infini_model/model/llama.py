@@ -183,16 +183,22 @@ class InfiniLlama(nn.Module):
         state: State | None,
         document_starts: Tensor | None = None,
         *,
+        counts: Tensor | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, State]:
         """Process a chunk of any length: up to the next segment border, then all segments at once.
 
-        Arguments and errors are those of `forward`; `in_place` is that of `advance`.
+        Arguments and errors are those of `forward`; `counts`, without `document_starts`, and
+        `in_place` are those of `advance`.
 
         Returns:
             The inputs of `lm_head`, [B, T, hidden], and the state after the last token.
         """
         self._check_shape(input_ids)
+        if counts is not None and int(counts.min()) == input_ids.size(1):
+            counts = None
+        if state is None and counts is not None:
+            state = self.empty_state(len(input_ids))
         if state is None:
             hidden, layers = self.model(input_ids, document_starts=document_starts)
             seen = torch.zeros(len(input_ids), dtype=torch.int64, device="cpu")
@@ -207,11 +213,15 @@ class InfiniLlama(nn.Module):
             filled = int((state.position % length).max())
             if filled and document_starts is not None:
                 raise ValueError("document_starts: expected a state that ends on a segment border")
-            if filled:
+            # All rows have tokens for so long.
+            left = input_ids.size(1) if counts is None else int(counts.min())
+            end = input_ids.size(1) if counts is None else start + (left - start) // length * length
+            if filled or end <= start:
                 chunk = input_ids[:, start : start + length - filled]
-                hidden, state = self.advance(chunk, state, in_place=in_place)
+                real = None if counts is None else (counts - start).clamp(0, chunk.size(1))
+                hidden, state = self.advance(chunk, state, real, in_place=in_place)
             else:
-                chunk = input_ids[:, start:]
+                chunk = input_ids[:, start:end]
                 starts = self._with_sequence_starts(document_starts, state, chunk)
                 hidden, layers = self.model(chunk, state, starts)
                 state = State(layers, self._position(state.position, chunk, starts))

@@ -25,6 +25,8 @@ from infini_model.runtime.errors import CheckpointError
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 
+# The longest text of a model with a past, in what takes numbers of 32 bits.
+ANY_LENGTH = 2**31 - 1
 _INFINI_FIELDS = (
     *("segment_length", "window_segments", "window_sinks"),
     *("memory", "memory_key_shift", "memory_query_shift"),
@@ -191,7 +193,13 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
     value, or more than its sliding window would be in sight.
     """
     path = folder / CONFIG
-    tree = read_json(path)
+    return parse_config(read_json(path), path, overrides)
+
+
+def parse_config(
+    tree: Mapping[str, Any], path: Path, overrides: Mapping[str, object]
+) -> ModelConfig:
+    """As `read_config`, of the object in a config.json; messages name `path`."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise CheckpointError(
@@ -329,6 +337,8 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
         # LLaDA's texts are padded by their end; the default of others may be beyond the vocabulary.
         "pad_token_id": tokens.eos if kind == "llada" else None,
     }
+    if config.has_past:
+        tree["max_position_embeddings"] = ANY_LENGTH
     if tokens.tokenizer is not None:
         tree[TOKENIZER_NAME] = tokens.tokenizer
     if kind == "llada":

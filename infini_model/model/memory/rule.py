@@ -13,7 +13,7 @@ does not know what it is to ask for; with the shift, the token before it asks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,11 +148,11 @@ class Rule(nn.Module):
         values: Tensor,
         local: Tensor,
         state: RuleState | None,
-        starts: Tensor | None,
+        starts: Tensor | CacheUpdate | None,
         *,
-        keep_state: bool,
+        keep_state: bool = True,
     ) -> tuple[Tensor, RuleState | None]:
-        """Read the memory for all segments of a pass, and write them to it.
+        """Read the memory for all segments of a pass, and write them to it; or `advance`.
 
         Args:
             x: Inputs of the layer for the rows that are written, [B, T, hidden].
@@ -161,9 +161,12 @@ class Rule(nn.Module):
             values: Values that are written, of the shape of `k`.
             local: The attention of the window, [n · B, S, H, L, D]; so is the result.
             state: State before the pass; None is empty.
-            starts: [B, S] bool, true where a segment starts a document; None is nowhere.
+            starts: [B, S] bool, true where a segment starts a document; None is nowhere. Or the
+                update of a chunk, as in `advance`.
             keep_state: Whether there is a state after the pass, to be returned.
         """
+        if isinstance(starts, CacheUpdate):
+            return self.advance(x, q, k, values, local, cast("RuleState", state), starts)
         if local.size(1) == 1 and state is None and not keep_state:
             # There is nothing to read or write, but each parameter needs a gradient.
             return local + 0.0 * sum(each.flatten()[0] for each in self.parameters()), None

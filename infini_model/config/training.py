@@ -258,9 +258,6 @@ class LaunchConfig(Section):
     20 times the usual step time, at least 60 s."""
     force: bool = False
     """Whether to train even where the memory estimate says that it cannot fit."""
-    skip_non_finite: bool = False
-    """Whether a retry after a NaN or infinite loss or gradient skips the global batch that caused
-    it."""
 
     def conflicts(self) -> Iterator[str]:
         if self.node_rank >= self.num_nodes:

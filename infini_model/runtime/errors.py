@@ -51,15 +51,7 @@ class DeviceError(UserError):
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or a gradient is NaN or infinite; the weights are those of the previous step.
-
-    `windows_read` is the number of windows read before the global batch that caused it; None if no
-    batch did.
-    """
-
-    def __init__(self, message: str, windows_read: int | None = None) -> None:
-        super().__init__(message)
-        self.windows_read = windows_read
+    """The loss or a gradient is NaN or infinite; the weights are those of the previous step."""
 
 
 class UnreachableError(ConnectionError):

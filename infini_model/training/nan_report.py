@@ -111,7 +111,7 @@ def non_finite_error(step: Step, *, reported: bool) -> NonFiniteError:
     )
     if not reported:
         message += "; set logging.debug=true to list the affected tensors"
-    return NonFiniteError(message, step.first_window)
+    return NonFiniteError(message)
 
 
 class NonFiniteReports(Callback):

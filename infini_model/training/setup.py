@@ -94,7 +94,6 @@ class TrainingSetup:
     manifest: Manifest
     world: World
     start: TrainerState | None
-    recovery: Recovery
     initial_weights: InitialWeights | None
     plan: BatchPlan
     windows: Callable[[str], Windows]
@@ -117,7 +116,7 @@ class TrainingSetup:
         return {"name": self.manifest.name, "key": self.manifest.key, "path": path}
 
     def windows_by(self, step: int) -> int:
-        """Count the windows read when `step` steps are taken, unless more batches are skipped."""
+        """Count the windows read when `step` steps are taken."""
         taken, read = (0, 0) if self.start is None else (self.start.step, self.start.windows_read)
         training = self.config.training
         batches = training.batches_by(step) - training.batches_by(taken)
@@ -224,7 +223,6 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
         manifest=manifest,
         world=world,
         start=start,
-        recovery=recovery,
         initial_weights=weights,
         plan=plan,
         windows=windows,

@@ -259,16 +259,11 @@ class Trainer:
     def _next_batches(self) -> tuple[int, float, list[Batch]]:
         """Return the windows read before the next step, the wait, and this rank's micro-batches.
 
-        A step takes as many global batches as `training.batch_schedule` says, after those that are
-        marked to be skipped.
+        A step takes as many global batches as `training.batch_schedule` says.
         """
         training, waited, batches = self.config.training, 0.0, list[Batch]()
-        count = training.batches_by(self.step + 1) - training.batches_by(self.step)
-        while (first := self.loader.windows_read) in self.setup.recovery.skipped:
-            log.warning("skipping the batch at window %d", first)
-            for _ in range(count):
-                next(self.loader)
-        for _ in range(count):
+        first = self.loader.windows_read
+        for _ in range(training.batches_by(self.step + 1) - training.batches_by(self.step)):
             batches += next(self.loader)
             waited += self.loader.wait_seconds
         return first, waited, batches

@@ -41,8 +41,6 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
             longer than steps take; `timeout` that it took longer than the launcher allows.
         rank: The rank that failed first; None if that is not known.
         gpu: The physical number of its GPU; None on the CPU, or if that is not known.
-        windows_read: Of `non-finite`, the windows read before the global batch at fault; None if
-            it was not a batch.
         is_killed: Whether a signal killed the rank.
         timestamp: When, in seconds since the epoch.
         is_final: Whether a retry would not help; the launcher sets it.
@@ -52,7 +50,6 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
     message: str
     rank: int | None = None
     gpu: int | None = None
-    windows_read: int | None = None
     is_killed: bool = False
     timestamp: float = field(default_factory=time.time)
 
@@ -82,7 +79,7 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
         elif isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
             kind = "out of memory"
         message = str(error) or type(error).__name__
-        return cls(kind, message, rank, gpu, getattr(error, "windows_read", None))
+        return cls(kind, message, rank, gpu)
 
     @classmethod
     def of_exit(

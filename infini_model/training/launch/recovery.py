@@ -2,8 +2,8 @@
 
 The launcher records the failures in `<run>/recovery.json`. Out of memory: smaller micro-batches and
 more accumulation steps, with the same global batch. NaN or infinity: resume from the newest
-checkpoint at most twice, optionally skipping the global batch at fault. Preemption, crash, hang and
-timeout: resume from the newest checkpoint. User errors are not retried.
+checkpoint at most twice. Preemption, crash, hang and timeout: resume from the newest checkpoint.
+User errors are not retried.
 """
 
 from __future__ import annotations
@@ -92,12 +92,10 @@ class Recovery:
     Attributes:
         attempts: The failures, oldest first.
         micro_batch_divisor: Parts into which a configured micro-batch is split.
-        skipped: Global batches to skip, each given by the number of windows before it.
     """
 
     attempts: tuple[Attempt, ...] = ()
     micro_batch_divisor: int = 1
-    skipped: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Recovery:
@@ -125,8 +123,6 @@ class Recovery:
         if failure.kind == "non-finite":
             times = sum(each.kind == failure.kind for each in changed.attempts)
             failure.is_final = times > MAX_NON_FINITE_RETRIES
-            if config.launch.skip_non_finite and failure.windows_read is not None:
-                return replace(changed, skipped=(*self.skipped, failure.windows_read))
         return changed
 
     def describe(self, config: Config) -> str:
@@ -143,8 +139,6 @@ class Recovery:
             now = BatchPlan.of(config.training, 1, divisor=self.micro_batch_divisor)
             accumulation = f"gradient_accumulation_steps {now.accumulation}"
             parts.append(f"batch_size {now.micro_batch}, {accumulation}, the same global batch")
-        if self.skipped:
-            parts.append(f"skipping the global batches at windows {list(self.skipped)}")
         return "; ".join(parts)
 
 

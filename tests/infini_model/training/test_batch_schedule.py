@@ -15,7 +15,6 @@ from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import newest_checkpoint
-from infini_model.runtime.storage import write_json
 from infini_model.training.checkpoint import read_state
 from infini_model.training.memory_estimate import estimate_memory
 from infini_model.training.train import train
@@ -60,9 +59,7 @@ def test_two_batches_a_step_are_two_accumulated(make_config, dataset, tmp_path):
     assert weights(tmp_path / "scheduled") == weights(tmp_path / "accumulated")
 
 
-def test_tokens_are_counted_and_a_batch_to_skip_is_all_of_a_step(
-    make_config, dataset, tmp_path, caplog
-):
+def test_tokens_are_counted(make_config, dataset, tmp_path, caplog):
     caplog.set_level(logging.INFO, "infini_model")
     config = make_config(training=GROWING)
     train(config, dataset, tmp_path / "whole")
@@ -71,14 +68,6 @@ def test_tokens_are_counted_and_a_batch_to_skip_is_all_of_a_step(
     assert read_state(newest_checkpoint(tmp_path / "whole")).windows_read * WINDOW == tokens[-1]
     said = [record.getMessage() for record in caplog.records]
     assert "Batches of a step: 1 from step 0, 2 from step 3, 4 from step 6" in said
-    run_dir = tmp_path / "skipping"
-    run_dir.mkdir()
-    # The batch of the fifth step.
-    write_json(run_dir / "recovery.json", {"skipped": [5 * 4]})
-    train(config, dataset, run_dir)
-    skipped = [0] * 4 + [2 * 4 * WINDOW] * 4
-    expected = [sum(pair) for pair in zip(tokens, skipped, strict=True)]
-    assert [*curve(run_dir, "train/tokens").values()] == expected
 
 
 def test_epochs_become_the_steps_that_read_them(make_config, dataset, tmp_path):

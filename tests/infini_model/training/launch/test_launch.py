@@ -18,16 +18,11 @@ from stopping import IN_A_RANK, Halt, is_pending
 from trainings import trainers
 
 from infini_model.config import dump_config, merge
-from infini_model.data.loading.loader import Loader
-from infini_model.data.loading.windows import open_windows
-from infini_model.objectives.causal import CausalLM
 from infini_model.runtime import owner, processes
 from infini_model.runtime.errors import DeviceError, RunLostError, UserError
 from infini_model.runtime.metrics_file import read_metrics
 from infini_model.runtime.runs import newest_checkpoint
-from infini_model.runtime.storage import write_json
 from infini_model.training import AGENT as AGENT_ID
-from infini_model.training.checkpoint import read_state
 from infini_model.training.launch import heartbeat, launcher
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.launch.failures import TrainingFailure
@@ -408,30 +403,6 @@ def test_a_kill_by_the_oom_killer_is_out_of_memory(dataset, make_config, tmp_pat
     kill = once("Step [2/", lambda: ranks(run_dir)[0].kill())
     with pytest.raises(TrainingFailure, match="out of memory: killed by the kernel"):
         launch(Job(make_config(**LONG), dataset, run_dir, on_line=kill))
-
-
-@pytest.mark.story
-def test_a_non_finite_batch_is_skipped_as_if_it_had_never_been_there(
-    dataset, make_config, tmp_path, faulty
-):
-    config = make_config(launch={"skip_non_finite": True})
-    windows_read = 6 * 8
-    expected = {"attempts": [], "micro_batch_divisor": 1, "skipped": [windows_read]}
-    write_json(tmp_path / "expected" / "recovery.json", expected)
-    train(config, dataset, tmp_path / "expected")
-    windows = open_windows(dataset, "train", config.packing, config.model.segment_length)
-    with Loader(windows, batch_size=8, seed=3, windows_read=windows_read) as loader:
-        culprit = int(CausalLM().inputs(next(loader)[0]).input_ids.sum())
-    faulty(f"return loss * float('nan') if inputs.input_ids.sum() == {culprit} else None")
-    run_dir = tmp_path / "run"
-    with pytest.raises(TrainingFailure, match=r"non-finite.*step 7") as caught:
-        launch(Job(config, dataset, run_dir, on_line=ignore))
-    assert caught.value.windows_read == windows_read
-    assert not caught.value.is_final
-    launch(Job(config, dataset, run_dir, on_line=ignore))
-    assert repeatable(run_dir) == repeatable(tmp_path / "expected")
-    assert weights(run_dir) == weights(tmp_path / "expected")
-    assert read_state(newest_checkpoint(run_dir)).windows_read == (12 + 1) * 8
 
 
 def test_ranks_share_cores_and_what_a_user_has_set_stays(monkeypatch):

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import typer
 from typer._click.exceptions import NoSuchOption
@@ -246,6 +246,9 @@ def logs(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+ExportFormat = Literal["huggingface", "remote-code"]
+
+
 @app.command()
 def export(
     to: Annotated[
@@ -256,6 +259,14 @@ def export(
         bool,
         typer.Option("--merge", help="Merge the adapters of a LoRA run into its initial weights."),
     ] = False,
+    file_format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="huggingface, which infini_model.hf opens in transformers, or remote-code, which "
+            "transformers opens without this package, with trust_remote_code=True.",
+        ),
+    ] = "huggingface",
     output_dir: OutputDir = None,
 ) -> None:
     """Write the newest checkpoint of a run as a Hugging Face folder.
@@ -264,7 +275,8 @@ def export(
     """
     from flows.runs import export_run
 
-    for line in export_run(_places(output_dir).run, run, to, merge=merge):
+    with_code = file_format == "remote-code"
+    for line in export_run(_places(output_dir).run, run, to, merge=merge, with_code=with_code):
         typer.echo(line)
 
 

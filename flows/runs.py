@@ -283,10 +283,12 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 
 
-def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool) -> list[str]:
+def export_run(
+    places: RunConfig, name: str | None, target: str, *, merge: bool, with_code: bool
+) -> list[str]:
     """Write the newest checkpoint of a run to the folder `target`; returns what to say about it.
 
-    `merge` merges the adapters of a LoRA run into its initial weights.
+    `merge` and `with_code` are those of `export_model`.
 
     Raises `UserError` in one line if there is no such run, no checkpoint or no dataset, or if the
     folder holds other files.
@@ -294,7 +296,7 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     # Imported here, as they import torch, which takes seconds.
     from infini_model.data.tokenizers.load import load_dataset_tokenizer
     from infini_model.training.checkpoint import read_state
-    from infini_model.training.export import check_target, export_merged, export_model
+    from infini_model.training.export import check_target, export_model
 
     if is_url(target):
         raise UserError(f"--to: got {target!r}: takes a folder of this machine")
@@ -306,12 +308,12 @@ def export_run(places: RunConfig, name: str | None, target: str, *, merge: bool)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir / CHECKPOINTS}: no checkpoint found; train first")
     step = read_state(checkpoint).step
-    write = export_merged if merge else export_model
-    write(checkpoint, folder, load_dataset_tokenizer(_dataset_of(run_dir, places)))
-    return [
-        f"Exported step {step} of {run_dir.name} to {folder}",
-        f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"',
-    ]
+    tokenizer = load_dataset_tokenizer(_dataset_of(run_dir, places))
+    export_model(checkpoint, folder, tokenizer, merge=merge, with_code=with_code)
+    use = f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
+    if with_code:
+        use = f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)'
+    return [f"Exported step {step} of {run_dir.name} to {folder}", use]
 
 
 def _dataset_of(run_dir: Path, places: RunConfig) -> Path:

@@ -10,7 +10,7 @@ extra `hf`; `PlainInfiniLlamaForCausalLM` is the same model for those who do not
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ __all__ = ["InfiniLlamaCache", "InfiniLlamaConfig", "InfiniLlamaForCausalLM"]
 class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
     """`InfiniLlama` as a model of `transformers`, which computes all segments of a text at once."""
 
-    _no_split_modules = ("DecoderLayer",)
+    _no_split_modules: ClassVar = ["DecoderLayer"]
     supports_gradient_checkpointing = True
+    _whole: InfiniLlama
 
     def __init__(self, config: InfiniLlamaConfig) -> None:
         """Build the model and initialise its weights.
@@ -77,15 +78,15 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
     @property
     def is_gradient_checkpointing(self) -> bool:
         """Whether training recomputes the layers."""
-        return self.model.recomputed_layers > 0
+        return self._whole.model.recomputed_layers > 0
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:  # noqa: ARG002
         """Recompute all layers in the backward pass."""
-        self.model.recomputed_layers = len(self.model.layers)
+        self._whole.model.recomputed_layers = len(self._whole.model.layers)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep what the backward pass needs."""
-        self.model.recomputed_layers = 0
+        self._whole.model.recomputed_layers = 0
 
 
 _NAMES = "|".join(MEMORY_PARAMETERS)

@@ -1,26 +1,27 @@
 """The model of a checkpoint as a folder for others: `infini generate`, `transformers` and the like.
 
 It holds config.json and the weights as in the checkpoint, those of a LoRA run perhaps merged,
-generation_config.json and, unless the dataset is one of bytes, tokenizer.json and
-tokenizer_config.json.
+generation_config.json, tokenizer.json and tokenizer_config.json, and on request the code by which
+`transformers` opens it without this package.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
 import torch
 
-from infini_model.config import Config
+from infini_model.config import Config, ModelConfig
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.bpe import BPETokenizer
-from infini_model.data.tokenizers.stated import TOKENIZER_CONFIG, TOKENIZER_FILES
-from infini_model.data.tokenizers.tokenizer import Tokenizer
+from infini_model.data.tokenizers.stated import END_OF_TEXT, TOKENIZER_CONFIG, TOKENIZER_FILES
+from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
 from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
-    GENERATION,
+    CONFIG,
     TokenIds,
     read_config,
     read_json,
@@ -37,6 +38,8 @@ from infini_model.training.model_shape import check_kernels
 
 # What `transformers` itself writes for a model that reads texts of any length.
 ANY_LENGTH = 10**30
+# The file of `infini_model.hf` that is written beside a model, and its class of models.
+CODE, PLAIN_MODEL = "modeling_infini_llama.py", "PlainInfiniLlamaForCausalLM"
 
 
 def load_model(folder: Path, config: Config | None = None) -> InfiniLlama:
@@ -74,49 +77,85 @@ def tokens_of(tokenizer: Tokenizer | TokenizerRecord) -> TokenIds:
     return TokenIds(tokenizer.bos_token_id, tokenizer.eos_token_id, name)
 
 
-def export_model(checkpoint: Path, target: Path, tokenizer: Tokenizer) -> None:
+def export_model(
+    checkpoint: Path,
+    target: Path,
+    tokenizer: Tokenizer,
+    *,
+    merge: bool = False,
+    with_code: bool = False,
+) -> None:
     """Write the model of `checkpoint` to `target` atomically, with its dataset's tokenizer.
 
     What is at `target` is replaced.
 
-    Raises `UserError` if the disk is full or the folder is not writable, `CheckpointError` if the
-    checkpoint has been removed meanwhile.
+    Args:
+        merge: Merge the adapters of a LoRA run into its initial weights.
+        with_code: Add what `transformers` needs to open a model with a memory or a window where
+            this package is not installed: `infini_model.hf.modeling_infini_llama`.
+
+    Raises:
+        UserError: The disk is full, or the folder is not writable.
+        CheckpointError: The checkpoint has been removed meanwhile.
+        ConfigError: There is nothing to merge, adapters would have to be merged, or the code does
+            not compute such a model.
     """
+    has_adapters = is_adapter_folder(checkpoint / MODEL)
+    if merge and not has_adapters:
+        raise ConfigError(f"--merge: {checkpoint} has no adapters; its model is whole as it is")
+    if with_code and has_adapters and not merge:
+        raise ConfigError("--format remote-code: the run has adapters; add --merge")
+    model = load_model(checkpoint / MODEL) if merge else None
     with atomic_folder(target) as folder:
         try:
-            for file in sorted((checkpoint / MODEL).iterdir()):
-                shutil.copyfile(file, folder / file.name)
+            if model is not None:
+                write_files(folder, model.config, model.whole_tensors(), tokens_of(tokenizer))
+            else:
+                for file in sorted((checkpoint / MODEL).iterdir()):
+                    shutil.copyfile(file, folder / file.name)
         except FileNotFoundError as error:
             raise CheckpointError(f"{checkpoint}: was removed meanwhile; run again") from error
-        _add_tokenizer(folder, tokenizer)
+        (tokenizer if isinstance(tokenizer, BPETokenizer) else bytes_as_bpe()).save(folder)
+        config, path = read_config(folder, {}), folder / TOKENIZER_CONFIG
+        length = ANY_LENGTH if config.has_past else config.segment_length
+        dump_json(path, read_json(path) | {"model_max_length": length})
+        if with_code:
+            _add_code(folder, config)
 
 
-def export_merged(checkpoint: Path, target: Path, tokenizer: Tokenizer) -> None:
-    """As `export_model`, with the adapters of a LoRA run merged into its initial weights.
+def _add_code(folder: Path, config: ModelConfig) -> None:
+    """Put the code of a model into its temporary folder, if `transformers` itself has none."""
+    if config.bidirectional or config.memory == "delta":
+        raise ConfigError(
+            "--format remote-code: only for causal models whose memory is residual, linear or none"
+        )
+    if config.has_past:
+        shutil.copyfile(Path(__file__).parents[1] / "hf" / CODE, folder / CODE)
+        auto = {"AutoConfig": "InfiniLlamaConfig", "AutoModelForCausalLM": PLAIN_MODEL}
+        auto_map = {name: f"{Path(CODE).stem}.{value}" for name, value in auto.items()}
+        added = {"auto_map": auto_map, "architectures": [PLAIN_MODEL]}
+        dump_json(folder / CONFIG, read_json(folder / CONFIG) | added)
 
-    Raises `ConfigError` that names `--merge` if the run has no adapters, and as `load_model`.
-    """
-    if not is_adapter_folder(checkpoint / MODEL):
-        raise ConfigError(f"--merge: {checkpoint} has no adapters; its model is whole as it is")
-    model = load_model(checkpoint / MODEL)
-    with atomic_folder(target) as folder:
-        write_files(folder, model.config, model.whole_tensors(), tokens_of(tokenizer))
-        _add_tokenizer(folder, tokenizer)
 
+def bytes_as_bpe() -> BPETokenizer:
+    """The tokenizer of bytes as `transformers` reads one, which gives the same ids."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Definition
 
-def _add_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Put the tokenizer into a temporary folder of a model, whose config.json has its ids."""
-    tokenizer.save(folder)
-    if not isinstance(tokenizer, BPETokenizer):
-        dump_json(folder / GENERATION, {"eos_token_id": tokenizer.eos_token_id})
-        return
-    config, path = read_config(folder, {}), folder / TOKENIZER_CONFIG
-    length = ANY_LENGTH if config.has_past else config.segment_length
-    dump_json(path, read_json(path) | {"model_max_length": length})
+    # The letters that stand for bytes: themselves if they can be seen, else those from 256 on.
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters = itertools.count(256)
+    names = [chr(byte if byte in seen else next(letters)) for byte in range(256)]
+    end = ByteTokenizer.eos_token_id
+    definition = Definition(models.BPE({names[byte]: byte for byte in range(end)}, []))
+    definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    definition.decoder = decoders.ByteLevel()
+    definition.add_special_tokens([AddedToken(END_OF_TEXT[0], normalized=False, special=True)])
+    return BPETokenizer(ByteTokenizer.spec, definition.to_str(), eos_token=END_OF_TEXT[0])
 
 
 def check_target(target: Path) -> None:
     """Raise `CheckpointError` if an export to `target` would replace anything but an export."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is not a folder; pick another")
-    refuse_other_files(target, (ADAPTER_CONFIG, *TOKENIZER_FILES))
+    refuse_other_files(target, (ADAPTER_CONFIG, CODE, *TOKENIZER_FILES))

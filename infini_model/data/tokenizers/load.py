@@ -70,9 +70,11 @@ def _load(spec: str, eos_token: str | None) -> Tokenizer:
 def tokenizer_of(folder: Path, spec: str, eos_token: str | None = None) -> Tokenizer | None:
     """The tokenizer that a folder of weights, which is named `spec`, brings, if any."""
     stated = StatedTokens.read(folder)
+    if stated.model.get(TOKENIZER_NAME) == ByteTokenizer.spec:
+        return ByteTokenizer()
     if (folder / TOKENIZER_FILE).is_file():
         return _load_file(folder / TOKENIZER_FILE, spec, stated, eos_token)
-    return ByteTokenizer() if stated.model.get(TOKENIZER_NAME) == ByteTokenizer.spec else None
+    return None
 
 
 def why_none(folder: Path) -> str:

@@ -38,7 +38,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import CheckpointError, ConfigError, UserError
 from infini_model.runtime.runs import newest_checkpoint
 from infini_model.training.checkpoint import read_state
-from infini_model.training.export import export_merged, load_model
+from infini_model.training.export import export_model, load_model
 from infini_model.training.initial_weights import (
     InitialWeights,
     find_initial_weights,
@@ -326,7 +326,7 @@ def test_the_memory_is_trained_alone(make_config, llama, dataset, tmp_path):
     changed = {n for n, p in before.named_parameters() if not torch.equal(p, changed[n].float())}
     assert {name.rpartition(".")[2] for name in changed} == {*Residual.parameter_names, SHIFTS[0]}
     exported = tmp_path / "exported"
-    export_merged(newest_checkpoint(run_dir), exported, load_tokenizer("bytes"))
+    export_model(newest_checkpoint(run_dir), exported, load_tokenizer("bytes"), merge=True)
     assert InfiniLlama.from_pretrained(exported).config.memory == "residual"
 
 
@@ -395,7 +395,7 @@ def test_a_run_resumes_with_no_other_adapters_or_frozen_weights(
 LOAD = """
 import sys
 from pathlib import Path
-from infini_model.training.export import export_merged, load_model
+from infini_model.training.export import export_model, load_model
 print(load_model(Path(sys.argv[1])).config.memory)
 """
 

@@ -10,7 +10,7 @@ extra `hf`; `PlainInfiniLlamaForCausalLM` is the same model for those who do not
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ __all__ = ["InfiniLlamaCache", "InfiniLlamaConfig", "InfiniLlamaForCausalLM"]
 class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
     """`InfiniLlama` as a model of `transformers`, which computes all segments of a text at once."""
 
-    _no_split_modules: ClassVar = ["DecoderLayer"]
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - as in transformers
     supports_gradient_checkpointing = True
     _whole: InfiniLlama
 

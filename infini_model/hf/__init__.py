@@ -10,7 +10,6 @@ extra `hf`; `PlainInfiniLlamaForCausalLM` is the same model for those who do not
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
 
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - as in transformers
     supports_gradient_checkpointing = True
+    gradient_checkpointing = False  # set by gradient_checkpointing_enable()
     _whole: InfiniLlama
 
     def __init__(self, config: InfiniLlamaConfig) -> None:
@@ -60,6 +60,8 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
         There is no state in training.
         """
         if self.training and state is None:
+            layers = len(self._whole.model.layers)
+            self._whole.model.recomputed_layers = layers if self.gradient_checkpointing else 0
             return self._whole.hidden(ids), None
         in_place = not torch.is_grad_enabled()
         return self._whole.extend(ids, state, counts=counts.cpu(), in_place=in_place)
@@ -74,19 +76,6 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
             device = module.cos.device
             module.tabulate_rope(self.shape)
             module.cos, module.sin = module.cos.to(device), module.sin.to(device)
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """Whether training recomputes the layers."""
-        return self._whole.model.recomputed_layers > 0
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:  # noqa: ARG002
-        """Recompute all layers in the backward pass."""
-        self._whole.model.recomputed_layers = len(self._whole.model.layers)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep what the backward pass needs."""
-        self._whole.model.recomputed_layers = 0
 
 
 _NAMES = "|".join(MEMORY_PARAMETERS)

@@ -250,7 +250,7 @@ class PlainInfiniLlamaForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def read(self, ids, counts, state):
-        """The output layer's inputs [B, T, hidden] for `counts` [B] of `ids`, and the state after."""
+        """Read `counts` [B] of `ids` [B, T]: the inputs of `lm_head`, and the state after them."""
         model, own, hidden, start = self.model, self.config.attention, [], 0
         if state is None:
             state = counts * 0, [each.self_attn.start(len(ids)) for each in model.layers]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,32 +130,13 @@ def _absolute(path: str) -> str:
 def _over(tree: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
     """A preset over a tree, whose pretrained weights keep their own shape."""
     below = _section(tree, "model").get("initial_weights")
-    laid = merge(tree, preset if "data" in preset else _only_lower(tree, preset))
+    laid = merge(tree, preset)
     return laid if below is None else merge(laid, {"model": {"initial_weights": below}})
-
-
-def _only_lower(tree: dict[str, Any], remedy: dict[str, Any]) -> dict[str, Any]:
-    """The remedy without the learning rates that are lower in the tree already."""
-    below = _section(tree, "training")
-    training = {
-        name: value
-        for name, value in _section(remedy, "training").items()
-        if not (name.endswith("learning_rate") and _number(below.get(name)) < value)
-    }
-    return remedy | {"training": training}
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = tree.get(name)
     return section if isinstance(section, Mapping) else {}
-
-
-def _number(value: Any) -> float:
-    """`value` as a number; infinity if it is none, which `load_config` will say."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.inf
 
 
 def _read(name: str) -> dict[str, Any]:

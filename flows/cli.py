@@ -161,7 +161,7 @@ def _places(output_dir: str | None, data_dir: str | None = None) -> Config:
 
 @app.command()
 def runs(output_dir: OutputDir = None) -> None:
-    """List all runs: step, state, losses and links."""
+    """List all runs: step, state and losses."""
     from flows import runs
 
     runs.show_runs(_places(output_dir))

@@ -18,8 +18,7 @@ from typing import Any
 from uuid import UUID
 
 from flows.presets import Invocation
-from flows.serving.connection import API_URL, configured, served, use_server
-from flows.serving.servers import own_server
+from flows.serving.connection import use_server
 from flows.sweep import runs_of
 from infini_model.config import Config, load_config, merge, merge_typed, parse_override
 from infini_model.config.locations import expanded, is_url
@@ -27,7 +26,7 @@ from infini_model.config.tree import RunConfig
 from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import check_branch, resume_config
 from infini_model.runtime.errors import CheckpointError, StageError, UserError
-from infini_model.runtime.holders import Holder, flow_run_page
+from infini_model.runtime.holders import Holder
 from infini_model.runtime.owner import LOOK_SECONDS
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.runs import (
@@ -43,23 +42,12 @@ from infini_model.runtime.stored_runs import (
     refresh_run,
     refresh_runs,
 )
-from infini_model.training.mlflow_record import run_url
 from infini_model.training.run_status import RESUMABLE, RunStatus, list_runs, saved_step
 
 PIPE_WIDTH = 10_000
-COLUMNS = (
-    "Run",
-    "Step",
-    "State",
-    "Loss",
-    "Validation",
-    "Branch of",
-    "Updated",
-    "Flow run",
-    "MLflow",
-)
+COLUMNS = ("Run", "Step", "State", "Loss", "Validation", "Branch of", "Updated")
 # Columns that a narrow terminal leaves out, in turn.
-LEFT_OUT = ("MLflow", "Flow run", "Updated", "Branch of", "Validation", "Loss")
+LEFT_OUT = ("Updated", "Branch of", "Validation", "Loss")
 # Columns of names and sentences, which are broken into lines, of this many characters at least.
 WRAPPED, READABLE = ("Run", "State"), 20
 # Enough to notice the flow run's state, write a checkpoint and report the end.
@@ -102,20 +90,11 @@ def show_runs(config: Config) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    is_terminal = sys.stdout.isatty()
     # Never wrapped in a pipe: its reader expects one line per run.
-    console = Console(width=None if is_terminal else PIPE_WIDTH)
-    addresses = served(config)
-    page = addresses.get("mlflow_url")
-    if addresses and configured(API_URL) is None:
-        os.environ.update(own_server(addresses["api_url"].removesuffix("/api")))
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     refresh_runs(config.run.runs_dir, config.run.store)
     found = list_runs(config.run.runs_dir)
-    rows = []
-    for run in found:
-        urls = run.owner and flow_run_page(run.owner), run_url(page, run.run_dir)
-        links = [f"[link={url}]open[/link]" if url and is_terminal else url or "" for url in urls]
-        rows.append([*_cells(run), *links])
+    rows = [_cells(run) for run in found]
     columns = dict(zip(COLUMNS, zip(COLUMNS, *rows, strict=True), strict=True))
     least = {
         title: min(

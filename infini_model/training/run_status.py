@@ -37,7 +37,6 @@ class RunStatus:
         detail: Who holds it, what it waits for, how it failed, or what is damaged.
         step: Optimizer steps recorded so far, of the `total` if that is known.
         updated: Time of the last record, in seconds since the epoch.
-        owner: Id of the flow run that claimed the run last, if known.
         parent: Of a branch, the run from which it began; `parent_step` is the step.
     """
 
@@ -49,7 +48,6 @@ class RunStatus:
     train_loss: float | None = None
     validation_loss: float | None = None
     updated: float = 0.0
-    owner: str | None = None
     parent: str | None = None
     parent_step: int | None = None
 
@@ -87,7 +85,6 @@ def _read(run_dir: Path) -> RunStatus:
         newest.get("train/loss"),
         newest.get("validation/loss"),
         newest.get("time", (run_dir / RUN).stat().st_mtime),
-        record.owner,
         record.parent,
         record.parent_step,
     )

@@ -37,7 +37,7 @@ from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.holders import Holder, Owner
 from infini_model.runtime.runs import MODEL, is_finished, read_run, record_evaluation, run_holder
-from infini_model.runtime.storage import lock, make_folder, write_json
+from infini_model.runtime.storage import make_folder
 from infini_model.training.run_status import saved_step
 from tasks.flow_run import current_owner
 
@@ -88,7 +88,6 @@ def test_a_run_is_listed_cancelled_and_resumed_from_another_terminal(
     assert re.search(rf"^run-1 +5/20 +running: {holder}", row)
     owner = read_run(run_dir).owner
     page = f"{connected['PREFECT_API_URL'].removesuffix('/api')}/runs/flow-run/{owner}"
-    assert row.rstrip().endswith(page)
     status, line = told("resume", "run-1")
     assert status == 2
     assert f"{run_dir} is in use by {holder}(flow run {page})" in line
@@ -184,18 +183,6 @@ def test_the_flow_run_of_a_deployment_is_cancelled_through_prefect(
         working.result()
 
 
-def test_the_page_of_a_flow_run_is_on_the_server_of_now(output: Path, alone: Environment) -> None:
-    config = configure(["debug"], overrides=[f"run.output_dir={output}"])
-    with claim_run(config, "k1", Path("data"), owner=Owner("f1")):
-        pass
-    home = make_folder(output / "prefect")
-    with lock(home / "serve.lock"):
-        for port in (4201, 4202):
-            write_json(home / "serve.json", {"api_url": f"http://127.0.0.1:{port}/api"})
-            told = infini_here("runs", "--output-dir", output, env=alone).stdout
-            assert f" http://127.0.0.1:{port}/v2/runs/flow-run/f1" in told
-
-
 def test_what_a_finished_run_lacks_is_named(output: Path) -> None:
     places = load_config(overrides=[f"run.output_dir={output}"]).run
     config = configure(["debug"], overrides=[f"run.output_dir={output}"])
@@ -237,14 +224,13 @@ def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"long-" * 8 + "name", "short"}
-    monkeypatch.setenv("PREFECT_UI_URL", f"http://{'x' * 99}")
     for name in names:
         config = configure(["debug"], overrides=[f"run.output_dir={output}", f"run.name={name}"])
         with claim_run(config, "k1", Path("data"), owner=Owner("1")):
             pass
     runs.show_runs(config)
     title, *rows = capsys.readouterr().out.splitlines()
-    assert title.split()[-4:] == ["Updated", "Flow", "run", "MLflow"]
+    assert title.split()[-2:] == ["Validation", "Updated"]
     assert {row.split()[0] for row in rows} == names
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")

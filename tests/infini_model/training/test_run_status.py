@@ -44,9 +44,7 @@ def test_the_state_is_that_of_the_last_attempt(tmp_path: Path) -> None:
     assert (run.state, run.detail) == ("failed", "crash")
     begin(tmp_path, "one", 7)
     updated = read_metrics(run_dir)[-1]["time"]
-    assert read_status(run_dir) == RunStatus(
-        run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated, OWNER.id
-    )
+    assert read_status(run_dir) == RunStatus(run_dir, "interrupted", "", 7, 10, 2.5, 3.5, updated)
     make_folder(run_dir / MODEL)
     assert read_status(run_dir).state == "trained"
     with claim(tmp_path, "one"):

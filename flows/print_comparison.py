@@ -58,9 +58,7 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, str]]:
     runs, settings = comparison.runs, comparison.differing
     if len(settings) > FEW_SETTINGS:
         settings = {}
-    having = {name: sum(name in run.results for run in runs) for name in SHOWN}
-    # What a single one of several has is not compared.
-    results = [name for name in SHOWN if having[name] >= min(2, len(runs))]
+    results = [name for name in SHOWN if any(name in run.results for run in runs)]
     return [
         {"Run": comparison.names[number]}
         | {key: values[number] or MISSING for key, values in settings.items()}

@@ -148,12 +148,8 @@ class Group(NamedTuple):
 
     @property
     def samples(self) -> dict[int, ComparedRun]:
-        """One run of each seed, as two of the same seed are not two samples.
-
-        It is the first that is finished, or else the first that is evaluated.
-        """
-        best_last = sorted(self.runs, key=lambda run: (run.loss is None, run.progress != ""))[::-1]
-        return {run.seed: run for run in best_last}
+        """The first evaluated run of each seed, as two of the same seed are not two samples."""
+        return {run.seed: run for run in reversed(self.runs) if run.loss is not None}
 
 
 class Difference(NamedTuple):
@@ -172,13 +168,12 @@ class Comparison(NamedTuple):
     """Runs side by side.
 
     Attributes:
-        runs: The runs that are compared, in the order in which they were given; all of them if none
-            can be.
+        runs: The runs that could be read, in the order in which they were given.
         differing: The settings that are not the same in all runs: value by run, None if it has no
             such setting.
         differences: Of all groups that can be compared with that of the first evaluated run.
-        notes: One line for each run that could not be read, is not finished or is not compared,
-            with the reason.
+        notes: One line for each run that could not be read or is not finished, or whose loss is not
+            compared, with the reason.
     """
 
     runs: list[ComparedRun]
@@ -213,32 +208,20 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
     groups = _groups(runs, differing)
     first = next((run for run in runs if run.loss is not None), None)
     control = next((group for group in groups if first in group.runs), Group("", []))
-    compared = list[ComparedRun]()
-    for run in runs:
-        obstacle = ""
-        if first is not None and run.loss is not None:
-            own = next(group for group in groups if run in group.runs)
-            if not (obstacle := _obstacle(run, own, control, first)):
-                compared.append(run)
-        reasons = [run.progress, obstacle and f"{obstacle}: not compared"]
-        if any(reasons):
-            notes.append(f"{run.name}: {'; '.join(filter(None, reasons))}")
+    notes += [f"{run.name}: {run.progress}" for run in runs if run.progress]
     base, differences = control.samples, list[Difference]()
     for group in groups:
+        by_seed = dict[int, float]()
         metric = VALIDATION_LOSS if _cut_alike(group.runs[0], first) else VALIDATION_BITS
-        by_seed = {
-            seed: run.results[metric] - base[seed].results[metric]
-            for seed, run in group.samples.items()
-            if group is not control and run in compared
-        }
+        for run in group.runs:
+            if run.loss is None or first is None:
+                continue
+            if obstacle := _obstacle(run, group, control, first):
+                notes.append(f"{run.name}: {obstacle}: not compared")
+            elif group is not control:
+                by_seed[run.seed] = run.results[metric] - base[run.seed].results[metric]
         if by_seed:
             differences.append(Difference(group, control, by_seed, metric))
-    if differences:
-        seeds = {seed for each in differences for seed in each.by_seed}
-        alone = [run for run in compared if run.seed not in seeds]
-        notes += [f"{r.name}: no other run has its seed, {r.seed}: not compared" for r in alone]
-        runs = [run for run in compared if run.seed in seeds]
-        differing = _differing(runs)
     return Comparison(runs, differing, differences, notes)
 
 
@@ -274,7 +257,7 @@ def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun
 
     `first` is the first run of the control's group that is evaluated.
     """
-    base = {seed: each for seed, each in control.samples.items() if each.loss is not None}
+    base = control.samples
     other = base.get(run.seed, first)
     alike = _cut_alike(run, other)
     for what, value in run.context.items():

@@ -40,19 +40,6 @@ FIRST = "Open this first"
 TRACEBACK_LINES = 20
 SEND_SECONDS = 5.0
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
-# How Prefect's messages begin that only repeat a failure or the end of a stage.
-ECHOES = (
-    "Finished in state Failed",
-    "Finished in state TimedOut",
-    "Finished in state Running",
-    "Task run failed with state",
-    "Task run was aborted",
-)
-# The same of a Ctrl-C, of which a command speaks in its last line.
-INTERRUPTIONS = (
-    "Crash detected! Execution was aborted by",
-    "Finished in state Crashed('Execution was aborted by",
-)
 RETRY = "Task run failed with %s: %r - Retry %s/%s will start %s"
 # What a message says that needs no advice on how to resume.
 RESUMES = re.compile(r"\bRetry resumes|\bsame command resumes")
@@ -61,8 +48,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _WithoutEchoes(logging.Filter):
-    """Drops repeated messages about a failure, and all tracebacks of an expected one.
+class _OneTraceback(logging.Filter):
+    """Drops records with a traceback of an expected failure, of one already logged, or of none.
 
     It filters the loggers: Prefect replaces their handlers whenever it sets up logging.
     """
@@ -72,8 +59,10 @@ class _WithoutEchoes(logging.Filter):
         self._logged: BaseException | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and (error := record.exc_info[1]):
-            if isinstance(error, EXPECTED) or error is self._logged:
+        if record.exc_info:
+            error = record.exc_info[1]
+            # Prefect logs a task that returns a `Failed` state with the traceback of nothing.
+            if error is None or isinstance(error, EXPECTED) or error is self._logged:
                 return False
             self._logged = error
         if record.msg == RETRY and isinstance(record.args, tuple):
@@ -86,13 +75,12 @@ class _WithoutEchoes(logging.Filter):
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.msg = "%s; retry %s of %s %s"
             record.args = (message, number, retries, start)
-        echoes = ECHOES if _is_started_by_worker() else (*ECHOES, *INTERRUPTIONS)
-        return not record.getMessage().startswith(echoes)
+        return True
 
 
-_without_echoes = _WithoutEchoes()
+_one_traceback = _OneTraceback()
 for _name in LOGGERS:
-    logging.getLogger(_name).addFilter(_without_echoes)
+    logging.getLogger(_name).addFilter(_one_traceback)
 
 
 def reason(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def test_a_retry_is_announced_with_its_cause_and_no_advice(when: str, told: str)
     state = failures.failed(TrainingFailure("crash", "killed by SIGKILL"))
     args = ("state", state, 1, 2, when)
     record = logging.LogRecord("prefect.task_runs", logging.INFO, "", 1, failures.RETRY, args, None)
-    assert failures._WithoutEchoes().filter(record)
+    assert failures._OneTraceback().filter(record)
     cause = "training failed: crash: killed by SIGKILL"
     assert record.getMessage() == f"{cause}; retry 1 of 2 {told}"
     assert record.levelno == logging.WARNING

@@ -15,6 +15,7 @@ from infini_model.config import Config
 from infini_model.config.locations import is_url
 from infini_model.data.lookup import resolve_dataset, stored_dataset
 from infini_model.data.manifest import read_origin
+from infini_model.data.store import no_dataset
 from infini_model.data.verify import examine_dataset
 from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.stage_protocol import OnProgress
@@ -29,23 +30,24 @@ def verify(config: Config, name: str | None) -> None:
     """Compare every checksum of a dataset and print each file that is missing or damaged.
 
     `name` is a dataset's name, path or address (see `resolve_dataset`); None is the newest. Of a
-    dataset in a store the objects are read, unless the path of a working copy is given.
+    dataset in a store the objects are listed, and the shards on this machine are read.
 
     Raises `DataError` if there is no such dataset, or a file of it is missing or damaged, and as
     `ObjectStore` does.
     """
     began = time.monotonic()
     advice = "infini preprocess makes their partitions again, and no others"
-    place, origin = resolve_dataset(name, config.run), None
+    place = resolve_dataset(name, config.run)
     if is_url(place):
         datasets, stored = stored_dataset(place, config.run)
-        with _bar(stored) as progress:
-            manifest, faults = datasets.examine(stored, progress)
+        if datasets.find(stored) is None:
+            raise no_dataset(place)
+        folder = datasets.folder / stored
     else:
         folder = Path(place).resolve()
-        place, origin = str(folder), read_origin(folder)
-        with _bar(folder.name) as progress:
-            manifest, faults = examine_dataset(folder, reads_all=True, progress=progress)
+    place, origin = str(folder), read_origin(folder)
+    with _bar(folder.name) as progress:
+        manifest, faults = examine_dataset(folder, reads_all=True, progress=progress)
     shards = dict(manifest.files())
     if origin is not None:
         typer.echo(f"note: only the shards on this machine are verified, not {origin}")

@@ -16,7 +16,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from infini_model.config.locations import is_url, working_folder
@@ -48,13 +48,11 @@ from infini_model.runtime.errors import (
 )
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.records import parse_record, write_record
-from infini_model.runtime.stage_protocol import OnProgress
 
 log = logging.getLogger(__name__)
 
 # A record is a few kilobytes: reading one is waiting for an answer.
 READ_AT_ONCE = 32
-SHARDS_AT_ONCE = 16
 
 
 class StoredDatasets(Datasets):
@@ -176,35 +174,6 @@ class StoredDatasets(Datasets):
         if not is_described:
             self._describe(name, manifest)
         return manifest
-
-    def examine(self, name: str, progress: OnProgress) -> tuple[Manifest, list[str]]:
-        """Find every object of a dataset that is missing or damaged; all its shards are read.
-
-        The records of damaged partitions are invalidated, so that the next build makes them again.
-        `progress(done, total)` counts bytes. Raises `DataError` if there is no such dataset.
-        """
-        manifest = self._read_manifest(name)
-        if manifest is None:
-            raise no_dataset(f"{self.place}/{name}")
-        faults = list(self._faults(name, manifest))
-        shards = {shard.path: shard for _, shard in manifest.files()}
-        whole = [each for each in shards.values() if self._sizes.get(hash(each.path)) == each.bytes]
-
-        def fault_of(shard: Shard) -> str | None:
-            read = partial(self._shards.read_whole, shard.path, lambda _: None, shard.sha256)
-            try:
-                read_or_invalidate(self._shards, shard.path, read)
-            except (ObjectChangedError, ObjectDamagedError, ObjectMissingError) as error:
-                return str(error)
-            return None
-
-        done, total = 0, sum(shard.bytes for shard in whole)
-        with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
-            for shard, fault in zip(whole, pool.map(fault_of, whole), strict=True):
-                faults += [fault] if fault else []
-                done += shard.bytes
-                progress(done, total)
-        return manifest, faults
 
     def _read_manifest(self, name: str) -> Manifest | None:
         try:

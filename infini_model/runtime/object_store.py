@@ -219,30 +219,22 @@ class ObjectStore:
         file = AbstractBufferedFile(files, key, size=size, block_size=READ_AHEAD_BYTES)
         return pa.PythonFile(file, mode="r")
 
-    def read_whole(
-        self, key: str, take: Callable[[bytes], object], sha256: str | None = None
-    ) -> None:
-        """Call `take` with one piece of an object after the other, all of them of one version.
-
-        Raises `ObjectMissingError`, `ObjectChangedError`, and `ObjectDamagedError` at the end if
-        its SHA-256 is not the given one.
-        """
-        found, digest = self._existing(key), hashlib.sha256()
-        for start in range(0, found.bytes, REQUEST_BYTES):
-            stop = min(start + REQUEST_BYTES, found.bytes)
-            piece = self.read_range(key, start, stop, found.version)
-            digest.update(piece)
-            take(piece)
-        if sha256 not in (None, actual := digest.hexdigest()):
-            raise ObjectDamagedError(f"{found.address}: is damaged: SHA-256 {actual}, not {sha256}")
-
     def download(self, key: str, path: Path, sha256: str | None = None) -> None:
-        """Copy an object to a local file, atomically.
+        """Copy an object to a local file, atomically, and all of it of one version.
 
-        Raises as `read_whole` does, and `UserError` if the disk is full.
+        Raises `ObjectMissingError`, `ObjectChangedError`, `ObjectDamagedError` if its SHA-256 is
+        not the given one, and `UserError` if the disk is full.
         """
         with storage.atomic_file(path) as temporary, temporary.open("wb") as file:
-            self.read_whole(key, file.write, sha256)
+            found, digest = self._existing(key), hashlib.sha256()
+            for start in range(0, found.bytes, REQUEST_BYTES):
+                stop = min(start + REQUEST_BYTES, found.bytes)
+                piece = self.read_range(key, start, stop, found.version)
+                digest.update(piece)
+                file.write(piece)
+            if sha256 not in (None, actual := digest.hexdigest()):
+                what = f"is damaged: SHA-256 {actual}, not {sha256}"
+                raise ObjectDamagedError(f"{found.address}: {what}")
 
     def _existing(self, key: str) -> StoredObject:
         found = self.find(key)

@@ -45,7 +45,8 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
         Raises `ValueError` if it generates by diffusion.
         """
         PreTrainedModel.__init__(self, config)
-        self.shape = parse_config(config.to_dict(), Path(CONFIG), {})
+        tree = config.to_dict() | {"infini_attention": config.attention}
+        self.shape = parse_config(tree, Path(CONFIG), {})
         if self.shape.bidirectional:
             raise ValueError("a model of diffusion: `infini generate` opens it, transformers not")
         whole = InfiniLlama(self.shape)

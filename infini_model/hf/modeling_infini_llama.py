@@ -103,15 +103,13 @@ class InfiniLlamaAttention(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
-    def start(self, rows):
+    def start(self, q, k):
         """What is remembered before the first token: nothing."""
-        width, zeros = self.width, self.k_proj.weight.new_zeros
-        heads, kv_heads = (len(x.weight) // width for x in (self.q_proj, self.k_proj))
-        keys = zeros(rows, kv_heads, self.kept + self.length, width)
-        features = 2 * width if self.own["memory"] == "residual" else width
-        kv = zeros(rows, kv_heads, features, width + 1, dtype=torch.float32)
+        features = 2 * self.width if self.own["memory"] == "residual" else self.width
+        keys = k.new_zeros(*k.shape[:2], self.kept + self.length, self.width)
+        kv = k.new_zeros(*k.shape[:2], features, self.width + 1, dtype=torch.float32)
         state = {"keys": keys, "values": keys, "kv": kv, "pending": kv, "fading": kv[..., :1, :1]}
-        return state | {"key": keys[:, :, 0], "query": zeros(rows, heads, width)}
+        return state | {"key": keys[:, :, 0], "query": torch.zeros_like(q[:, :, 0])}
 
     def forward(self, x, at, state):
         """Attend to `x` [B, T, hidden], whose tokens are at `at["slots"]` of the open segments."""
@@ -120,6 +118,7 @@ class InfiniLlamaAttention(nn.Module):
             q = self.q_norm(q.unflatten(-1, (-1, len(self.q_norm.weight)))).flatten(-2)
             k = self.k_norm(k.unflatten(-1, (-1, len(self.k_norm.weight)))).flatten(-2)
         q, k, v = (y.unflatten(-1, (-1, self.width)).transpose(1, 2) for y in (q, k, v))
+        state = self.start(q, k) if state is None else state
         k, v = k.to(state["keys"].dtype), v.to(state["keys"].dtype)  # autocast has its own
         cos, sin, scale = at["rope"] if self.is_rotated else at["unrotated"]
         q, slots = q * scale, self.kept + at["slots"]
@@ -253,7 +252,7 @@ class PlainInfiniLlamaForCausalLM(PreTrainedModel, GenerationMixin):
         """Read `counts` [B] of `ids` [B, T]: the inputs of `lm_head`, and the state after them."""
         model, own, hidden, start = self.model, self.config.attention, [], 0
         if state is None:
-            state = counts * 0, [each.self_attn.start(len(ids)) for each in model.layers]
+            state = counts * 0, [None] * len(model.layers)
         while start < ids.size(1):  # to where a segment or a row ends
             (position, layers), left, after = state, counts - start, []
             room = own["segment_length"] - int((position % own["segment_length"]).max())

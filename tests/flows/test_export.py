@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -185,8 +187,10 @@ def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path) -> None:
     done("export", run_dir, "--to", adapter)
     assert names(adapter) == names(run_dir / "model")
     done("export", run_dir, "--merge", "--to", merged)
-    # The tokenizer of bytes is in no file.
-    assert names(merged) == {"config.json", "generation_config.json", "model.safetensors"}
+    code = attempted("export", run_dir, "--format", "remote-code", "--to", tmp_path / "code")
+    assert "add --merge" in str(code.exception)
+    files = {"config.json", "generation_config.json", "model.safetensors"}
+    assert names(merged) == files | {"tokenizer.json", "tokenizer_config.json"}
     assert fields(merged / "generation_config.json") == {"eos_token_id": 255}
     assert fields(merged / "config.json")["bos_token_id"] is None
     batch = torch.randint(256, (2, 16))
@@ -239,6 +243,64 @@ def test_a_stored_run_is_exported_on_another_machine(
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 10**30
     expected = {path.name: path.read_bytes() for path in (run_dir / "model").iterdir()}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+ELSEWHERE = """
+import sys
+sys.modules["infini_model"] = None  # as if it were not installed
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, text = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+ids = tokenizer(text, return_tensors="pt")
+print(ids.input_ids[0].tolist())
+print(model(**ids).logits[0, -1].tolist())
+print(model.generate(**ids, do_sample=False, max_new_tokens=9)[0].tolist())
+"""
+
+
+@pytest.mark.parametrize("spec", ["bytes", GIVEN])
+def test_an_export_with_its_code_opens_where_this_package_is_not_installed(
+    spec: str, tmp_path: Path
+) -> None:
+    given = spec if spec == "bytes" else str(write_tokenizer(tmp_path))
+    manifest, _ = make_run(tmp_path, tmp_path / "output", given, "residual")
+    folder = tmp_path / "folder"
+    told = done(
+        *("export", "--format", "remote-code", "--to", folder),
+        *("--output-dir", tmp_path / "output"),
+    )
+    assert "trust_remote_code=True" in told.stdout
+    prompt = "Grüße, 世界! a stone  under the river " * 3
+    command = [sys.executable, "-c", ELSEWHERE, folder, prompt]
+    env = os.environ | {"HF_HOME": str(tmp_path / "hub")}  # where it copies the code to
+    result = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    ids, logits, text = map(json.loads, result.stdout.splitlines())
+    tokenizer = tokenizer_of(folder, str(folder))
+    assert tokenizer is not None
+    assert tokenizer.fingerprint == manifest.tokenizer.fingerprint
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    assert ids == [*begin, *tokenizer.encode_batch([prompt]).ids.tolist()]
+    model = InfiniLlama.from_pretrained(folder)
+    wanted = model(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(logits), wanted, atol=1e-5, rtol=1e-5)
+    ends = tokenizer.end_token_ids
+    new = generate(model, [ids], max_new_tokens=9, temperature=0, eos_token_id=ends)[0]
+    assert text == [*ids, *new]
+    # Such a folder is an export, which another may replace.
+    done("export", "--to", folder, "--output-dir", tmp_path / "output")
+    assert "modeling_infini_llama.py" not in names(folder)
+
+
+def test_code_is_not_written_for_a_model_that_it_does_not_compute(tmp_path: Path) -> None:
+    make_run(tmp_path, tmp_path / "output", "bytes", "delta")
+    refused = attempted(
+        *("export", "--format", "remote-code", "--to", tmp_path / "new"),
+        *("--output-dir", tmp_path / "output"),
+    )
+    assert "--format remote-code: only for causal models" in str(refused.exception)
+    assert not (tmp_path / "new").exists()
 
 
 TEXT = "Grüße, 世界! " * 9

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from attention_by_segment import attention_by_segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from infini_model.model.attention import infini_attention
-from infini_model.model.definition import attention_by_segment
 from infini_model.model.kernels.attention import local_attention, resolve_backend
 from infini_model.model.memory import RULES, Memory
 from infini_model.model.memory.paper import feature_map

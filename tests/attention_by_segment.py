@@ -1,12 +1,12 @@
-"""The definition of the attention as a plain loop over segments, which states it first.
+"""Reference of `infini_attention`: a plain loop over segments.
 
 A window of exact attention, and Infini-attention ("Leave No Context Behind", arXiv 2404.07143) to
 everything older. Beside the paper's rules there is the residual memory: features made of two
 softmaxes (Hedgehog, arXiv 2402.04347), written without a normaliser and with two gates of each
 token, one for what it adds and one for what is older; what is read is normed, weighed, and added.
 
-`infini_model.model.attention.infini_attention` computes the same for all segments at once; tests
-compare its results and all gradients with this one, which is not used for training.
+`infini_model.model.attention.infini_attention` computes the same for all segments at once. What a
+causal model needs of it is also in `infini_model/hf/modeling_infini_llama.py`, which exports carry.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class BaseSource(Section):
 
     kind: str
     column: str = "text"
-    """Column that holds the text, in files of rows, or its path such as doc.text."""
+    """Column that holds the text, in files of rows."""
     min_characters: NonNegativeInt = 0
     """Shortest document to keep, in characters; 0 drops empty documents only."""
     pairs: bool = False

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from infini_model.data.sources.text import (
     MAX_OFFSET,
@@ -122,10 +121,7 @@ def parse_by_arrow(data: bytes, column: str) -> pa.StringArray | None:
     are_objects = (codes[starts] == LEFT_BRACE) & (codes[ends - 1] == RIGHT_BRACE)
     if not len(starts) or not are_objects.all() or b"\0" in data or as_text(one_row(data)) is None:
         return None
-    kind, path = pa.string(), column.split(".")
-    for name in reversed(path[1:]):
-        kind = pa.struct([(name, kind)])
-    schema = pa.schema([(path[0], kind)])
+    schema = pa.schema([(column, pa.string())])
     options = arrow_json.ReadOptions(use_threads=False, block_size=min(len(data) + 1, MAX_OFFSET))
     parsing = arrow_json.ParseOptions(schema, unexpected_field_behavior="ignore")
     try:
@@ -133,5 +129,4 @@ def parse_by_arrow(data: bytes, column: str) -> pa.StringArray | None:
     except pa.ArrowException:
         return None
     texts = table.column(0).combine_chunks()
-    texts = pc.struct_field(texts, path[1:]) if path[1:] else texts
     return None if texts.null_count or len(texts) != len(starts) else texts

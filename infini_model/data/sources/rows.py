@@ -17,7 +17,6 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from infini_model.data.sources.conversations import PIECES, Conversations
 from infini_model.data.sources.files import FileRange
@@ -56,10 +55,10 @@ csv.field_size_limit(MAX_OFFSET)
 class Reading:
     """How files become documents: the settings that decide what the documents are.
 
-    `column` is the column of the text, or its path such as `doc.text`; `errors` says what to do
-    with a document that is not UTF-8; documents of fewer than `min_characters` code points are
-    skipped. `separator` separates the documents of a text file; None makes the file one document.
-    With `conversations`, documents are these, and `min_characters` counts what is learned of one.
+    `column` is the column of the text; `errors` says what to do with a document that is not UTF-8;
+    documents of fewer than `min_characters` code points are skipped. `separator` separates the
+    documents of a text file; None makes the file one document. With `conversations`, documents are
+    these, and `min_characters` counts what is learned of one.
     """
 
     column: str = "text"
@@ -193,38 +192,14 @@ def _row_of(row: Mapping[str, Any], reading: Reading) -> str | list[str] | None:
         pieces = reading.conversations.pieces(row, reading.errors)
         learned = sum(map(len, pieces[1::2])) if pieces else 0
         return pieces if learned >= max(1, reading.min_characters) else None
-    return text_of(_value_at(row, reading.column), f"column {reading.column!r}", reading.errors)
-
-
-def _value_at(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column, or that at a path of names such as `doc.text`; else `DataError`."""
-    value: Any = row
-    for name in column.split("."):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or name not in value:
-            break
-        value = value[name]
-    else:
-        return value
+    column = reading.column
     if column not in row:
         raise _missing_column(column, row)
-    return row[column]
+    return text_of(row[column], f"column {column!r}", reading.errors)
 
 
 def _missing_column(column: str, present: Iterable[str], where: str = "") -> DataError:
     return DataError(f"{where}has no column {column!r}; it has: {', '.join(present) or 'none'}")
-
-
-def path_in(schema: pa.Schema, column: str) -> list[str]:
-    """The names that lead to what `_value_at` finds, empty if there is no such column."""
-    kind: pa.DataType = pa.struct(schema)
-    path = column.split(".")
-    for name in path:
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            return [column] if column in schema.names else []
-        kind = kind.field(name).type
-    return path
 
 
 def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]:
@@ -238,11 +213,9 @@ def text_columns(address: str, schema: pa.Schema, reading: Reading) -> list[str]
             )
     if chats is not None:
         return columns
-    kind: pa.DataType = pa.struct(schema)
-    for name in (path := path_in(schema, column)):
-        kind = kind.field(name).type
-    if not path:
+    if column not in names:
         raise _missing_column(column, names, f"{address}: ")
+    kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(value) for test in HOLDS_TEXT):
         raise DataError(f"{address}: column {column!r} is {kind}, not text")
@@ -314,7 +287,7 @@ def read_arrow(
     if not schema.names:
         return  # so `datasets` writes no rows at all
     columns = text_columns(address, schema, reading)
-    fields = [schema.names.index(path_in(schema, column)[0]) for column in columns]
+    fields = list(map(schema.names.index, columns))
     source.seek(0)
     reader = opened(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
@@ -333,8 +306,7 @@ def _rows(
     """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
     # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
     if reading.conversations is None:
-        top, *path = path_in(batch.schema, reading.column)
-        array = as_bytes(pc.struct_field(batch.column(top), path) if path else batch.column(top))
+        array = as_bytes(batch.column(reading.column))
         if len(array) > 1 and array.nbytes > MAX_OFFSET:
             half = len(array) // 2
             yield from _rows(batch.slice(0, half), reading, address, first_row)

@@ -12,36 +12,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from infini_model.data.loading.loader import Phase
-from infini_model.data.loading.stream import TokenStream
 from infini_model.data.loading.windows import SAMPLE_SEED, sample_windows
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-# Windows and documents that are looked at: enough for 3%, of a shard each at worst.
+# Windows that are looked at: enough for 3%, of a shard each at worst.
 SAMPLE = 1024
 LEAST_FILLED, LEAST_RECALLED = 0.6, 0.25
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The shares of windows that are learned from, and the documents that make them so.
+    """The shares of windows that are learned from.
 
     Attributes:
         filled: Share of the positions that predict a token of a document; the rest is padding.
         recalled: Share of the segments with such positions that read a memory of earlier ones.
-        lengths: Tokens of documents, by `QUANTILES`.
     """
 
     filled: float
     recalled: float
-    lengths: tuple[int, ...]
 
     def describe(self, memory: str) -> Iterator[str]:
-        """Yield a line for each share and for the lengths. `memory` is `model.memory`."""
+        """Yield a line for each share. `memory` is `model.memory`."""
         yield f"Positions with a target, not padding: {self.filled:.0%}"
         if memory != "none":
             yield f"Segments that read a memory: {self.recalled:.0%}"
-        lengths = (f"{q:.0%} {n:,}" for q, n in zip(QUANTILES, self.lengths, strict=True))
-        yield f"Tokens of a document, by quantile: {', '.join(lengths)}"
 
     def warnings(self, mode: str, memory: str) -> Iterator[str]:
         """Yield a line for windows that are mostly padding, or hardly teach the memory.
@@ -78,14 +72,4 @@ def measure_coverage(phase: Phase, segment_length: int) -> Coverage:
     return Coverage(
         filled=float(rows.valid.mean()) / packing.row_length,
         recalled=1 - float(starts.sum() / with_target.sum()),
-        lengths=_length_quantiles(windows.stream),
     )
-
-
-def _length_quantiles(stream: TokenStream) -> tuple[int, ...]:
-    numbers = sample_windows(stream.documents, SAMPLE)
-    shards = np.searchsorted(stream.document_starts, numbers, side="right") - 1
-    places = numbers - stream.document_starts[shards]
-    edges = stream.offsets_at(shards, places[:, None] + np.arange(2))
-    lengths = np.quantile(edges[:, 1] - edges[:, 0], QUANTILES, method="nearest")
-    return tuple(lengths.tolist())

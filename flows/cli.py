@@ -263,8 +263,8 @@ def export(
         ExportFormat,
         typer.Option(
             "--format",
-            help="huggingface, which infini_model.hf opens in transformers, or remote-code, which "
-            "transformers opens without this package, with trust_remote_code=True.",
+            help="huggingface, which transformers opens after import infini_model.hf, or "
+            "remote-code, which it opens without this package.",
         ),
     ] = "huggingface",
     output_dir: OutputDir = None,

@@ -291,7 +291,7 @@ def export_run(
     export_model(checkpoint, folder, tokenizer, merge=merge, with_code=with_code)
     use = f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
     if with_code:
-        use = f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)'
+        use = "transformers opens it once it may run the code in it: docs/evaluate.md"
     return [f"Exported step {step} of {run_dir.name} to {folder}", use]
 
 

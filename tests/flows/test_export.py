@@ -271,7 +271,7 @@ def test_an_export_with_its_code_opens_where_this_package_is_not_installed(
         *("export", "--format", "remote-code", "--to", folder),
         *("--output-dir", tmp_path / "output"),
     )
-    assert "trust_remote_code=True" in told.stdout
+    assert "once it may run the code in it" in told.stdout
     prompt = "Grüße, 世界! a stone  under the river " * 3
     command = [sys.executable, "-c", ELSEWHERE, folder, prompt]
     env = os.environ | {"HF_HOME": str(tmp_path / "hub")}  # where it copies the code to

@@ -210,7 +210,8 @@ class InfiniLlama(nn.Module):
                 f"state: expected {input_ids.size(0)} rows as input_ids, got {len(state.position)}"
             )
         while start < input_ids.size(1):
-            filled = int((state.position % length).max())
+            reading = state.position if counts is None else state.position[counts > start]
+            filled = int((reading % length).max()) if len(reading) else 0
             if filled and document_starts is not None:
                 raise ValueError("document_starts: expected a state that ends on a segment border")
             # All rows have tokens for so long.

@@ -13,7 +13,7 @@ from infini_model.config import Config, SampleConfig
 from infini_model.data.sources.chat import ASSISTANT, USER, ChatTemplate
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer, last_ids, prompt_ids
-from infini_model.model.generate import PREFILL_TOKENS, draw, stream
+from infini_model.model.generate import draw, read_prompts, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import CheckpointError, UserError
@@ -176,15 +176,10 @@ class Conversation:
             yield token
             logits = self._read([token])
 
-    @torch.inference_mode()
     def _read(self, ids: list[int]) -> torch.Tensor:
         """Add tokens to the state; returns the logits after the last one, [1, vocab_size]."""
-        model, device = self._model, self._model.lm_head.weight.device
-        with model.precision.autocast(device):
-            for start in range(0, len(ids), PREFILL_TOKENS):
-                chunk = torch.tensor([ids[start : start + PREFILL_TOKENS]], device=device)
-                hidden, self._state = model.extend(chunk, self._state, in_place=True)
-            logits: torch.Tensor = model.lm_head(hidden[:, -1])
+        read, length = torch.tensor([ids]), torch.tensor([len(ids)])
+        logits, self._state = read_prompts(self._model, read, length, self._state)
         return logits
 
 

@@ -149,17 +149,20 @@ def chunk_width(rows: int, segment_length: int) -> int:
 
 
 @torch.inference_mode()
-def read_prompts(model: InfiniLlama, ids: Tensor, lengths: Tensor) -> tuple[Tensor, State]:
+def read_prompts(
+    model: InfiniLlama, ids: Tensor, lengths: Tensor, state: State | None = None
+) -> tuple[Tensor, State]:
     """Process prompts in chunks: the next logits [B, V] and the state after the prompts.
 
-    `ids` [B, longest] are padded on the right; they and `lengths` [B] int64 are on the CPU. A model
-    of block diffusion reads prompts of whole segments only.
+    `ids` [B, longest] are padded on the right; they and `lengths` [B] int64 are on the CPU. `state`
+    is that before them, which becomes invalid; None if nothing precedes them. A model of block
+    diffusion reads prompts of whole segments only.
     """
     device, width = (
         model.lm_head.weight.device,
         chunk_width(len(lengths), model.config.segment_length),
     )
-    state = model.empty_state(len(lengths))
+    state = model.empty_state(len(lengths)) if state is None else state
     last = model.model.norm.weight.new_zeros(len(lengths), model.config.hidden_size)
     with model.precision.autocast(device):
         for start in range(0, ids.size(1), width):

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from infini_model.config import ModelConfig
 from infini_model.model.hf.config import (
-    ADAPTER_CONFIG,
     CONFIG,
     INDEX,
     NO_TOKENS,
@@ -92,18 +91,11 @@ def weight_files(folder: Path) -> list[Path]:
         if Path(name).name != name:
             raise CheckpointError(f"{index}: {name!r} is not a plain file name")
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: no such file{_other_format(folder)}")
+            raise CheckpointError(
+                f"{folder / name}: no such file; only weights in safetensors are read, and a LoRA "
+                "adapter as adapter=FOLDER beside them"
+            )
     return [folder / name for name in names]
-
-
-def _other_format(folder: Path) -> str:
-    """What a folder without safetensors has instead, for a message; empty if it has some."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        return "; it is a LoRA adapter: load the weights that it names with adapter=FOLDER"
-    others = sorted(path.name for path in folder.glob("*.bin"))
-    if any(folder.glob("*.safetensors")) or not others:
-        return ""
-    return f"; there is {others[0]}, but only weights in safetensors are read"
 
 
 def read_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -437,7 +437,7 @@ def test_damage_is_reported(tmp_path):
         weights.write_bytes(damaged)
         fails(r"model\.safetensors: unreadable")
     weights.rename(folder / "pytorch_model.bin")
-    fails(r"model\.safetensors: no such file; there is pytorch_model\.bin, but only weights in")
+    fails(r"model\.safetensors: no such file; only weights in safetensors are read")
     index = folder / "model.safetensors.index.json"
     for tree, message in (
         ({}, "weight_map is missing"),

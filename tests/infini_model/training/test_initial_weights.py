@@ -306,7 +306,7 @@ def test_adapters_begin_with_the_loss_of_their_weights_and_are_saved_alone(
     # Others begin from them only once they are merged.
     with pytest.raises(ConfigError, match="is a LoRA adapter; infini export --merge makes"):
         find_initial_weights(from_weights(make_config(), run_dir / "model"))
-    with pytest.raises(CheckpointError, match="it is a LoRA adapter: load the weights that it"):
+    with pytest.raises(CheckpointError, match="a LoRA adapter as adapter=FOLDER"):
         InfiniLlama.from_pretrained(run_dir / "model")
 
 

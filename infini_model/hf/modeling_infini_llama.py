@@ -128,8 +128,9 @@ class InfiniLlamaAttention(nn.Module):
         out = functional.scaled_dot_product_attention(*near, at["mask"], enable_gqa=True)
         after = {"keys": self.shifted(keys, at), "values": self.shifted(values, at)}
         if self.own["memory"] != "none":
-            out = self.read(self.with_previous(q, "query", at, state), out, state["kv"])
-            after |= self.write(x, self.with_previous(k, "key", at, state), v, at, state)
+            with torch.autocast(x.device.type, enabled=False):  # the memory is float32
+                out = self.read(self.with_previous(q, "query", at, state), out, state["kv"])
+                after |= self.write(x, self.with_previous(k, "key", at, state), v, at, state)
             after |= {"key": k[:, :, -1], "query": q[:, :, -1]}
         state = state | {name: chosen(at["reads"], x, state[name]) for name, x in after.items()}
         return self.o_proj(out.transpose(1, 2).flatten(2)), state
@@ -172,7 +173,7 @@ class InfiniLlamaAttention(nn.Module):
         if self.own["memory"] == "residual":
             weights = torch.cat((self.memory_write_gate, self.memory_forget_gate)).to(x.dtype)
             write, fade = functional.linear(x, weights).float().transpose(1, 2).chunk(2, 1)
-            kept = -functional.softplus(fade - 9.0)  # the logarithm, of what is older
+            kept = -functional.softplus(fade - 9.0)  # log of the share of older that remains
             left = kept.sum(-1, keepdim=True).unsqueeze(-1)
             share = (write + 2.2).sigmoid() * (left[..., 0] - kept.cumsum(-1)).exp()
             values = values * share[..., None]

@@ -292,7 +292,7 @@ def verify(
     output_dir: OutputDir = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compare every checksum of a dataset.
+    """Compare every checksum of a dataset; of one in a store, the sizes of its objects there.
 
     Exits with status 2 if a file is missing or damaged.
     """

@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 class _OneTraceback(logging.Filter):
-    """Drops records with a traceback of an expected failure, of one already logged, or of none.
+    """Drops records whose traceback is of an expected failure, was logged already, or is empty.
 
     It filters the loggers: Prefect replaces their handlers whenever it sets up logging.
     """

@@ -9,6 +9,7 @@ extra `hf`; `PlainInfiniLlamaForCausalLM` is the same model for those who do not
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -44,23 +45,24 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
 
         Raises `ValueError` if it generates by diffusion.
         """
+        config.infini_attention, config.auto_map = config.attention, None
         PreTrainedModel.__init__(self, config)
-        tree = config.to_dict() | {"infini_attention": config.attention}
-        self.shape = parse_config(tree, Path(CONFIG), {})
+        self.shape = parse_config(config.to_dict(), Path(CONFIG), {})
         if self.shape.bidirectional:
-            raise ValueError("a model of diffusion: `infini generate` opens it, transformers not")
+            raise ValueError("transformers does not generate by diffusion; infini generate does")
         whole = InfiniLlama(self.shape)
         self.model, self.lm_head = whole.model, whole.lm_head
         # No submodule of its own: it has the same modules.
         object.__setattr__(self, "_whole", whole)
+        self.register_load_state_dict_pre_hook(_rename)
         self.post_init()
 
     def read(self, ids: Tensor, counts: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Read `counts` [B] of `ids` [B, T]: the inputs of the output layer, and the state after.
 
-        There is no state in training.
+        There is no state in training with gradients, but for a cache that has one already.
         """
-        if self.training and state is None:
+        if self.training and torch.is_grad_enabled() and state is None:
             layers = len(self._whole.model.layers)
             self._whole.model.recomputed_layers = layers if self.gradient_checkpointing else 0
             return self._whole.hidden(ids), None
@@ -69,7 +71,7 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise what no file has brought."""
-        super()._init_weights(module)
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
         if isinstance(module, Rule):
             for name, start in type(module)(self.shape).named_parameters():
                 initialization.copy_(module.get_parameter(name), start)
@@ -79,9 +81,19 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
             module.cos, module.sin = module.cos.to(device), module.sin.to(device)
 
 
-_NAMES = "|".join(MEMORY_PARAMETERS)
 # Files name what belongs to the memory as a part of the attention.
-_RENAMED = WeightRenaming(rf"\.self_attn\.({_NAMES})", r".self_attn.memory.\1")
-register_checkpoint_conversion_mapping("InfiniLlamaForCausalLM", [_RENAMED], overwrite=True)
+_IN_FILES = rf"\.self_attn\.({'|'.join(MEMORY_PARAMETERS)})"
+_IN_MODEL = r".self_attn.memory.\1"
+
+
+def _rename(_module: nn.Module, tensors: dict[str, Tensor], *_: object) -> None:
+    """Rename the tensors of a file, which `load_state_dict` is given by a trainer that resumes."""
+    for name in [*tensors]:
+        tensors[re.sub(_IN_FILES, _IN_MODEL, name)] = tensors.pop(name)
+
+
+register_checkpoint_conversion_mapping(
+    "InfiniLlamaForCausalLM", [WeightRenaming(_IN_FILES, _IN_MODEL)], overwrite=True
+)
 AutoConfig.register(InfiniLlamaConfig.model_type, InfiniLlamaConfig, exist_ok=True)
 AutoModelForCausalLM.register(InfiniLlamaConfig, InfiniLlamaForCausalLM, exist_ok=True)

@@ -1,9 +1,7 @@
-"""Infini-Llama in plain PyTorch: a Llama whose attention has a compressive memory.
+"""Infini-Llama in plain PyTorch: a Llama with a compressive memory (arXiv 2404.07143, 2402.04347).
 
-Each head attends exactly to a window, which is its segment and some segments before it, and reads
-all that is older from a memory of constant size (Infini-attention, arXiv 2404.07143; the default
-memory has the features of Hedgehog, arXiv 2402.04347). It is the definition, one segment after the
-other; `import infini_model.hf` of the package `infini-llama` registers the same classes, faster.
+Each head attends exactly to a window, its segment and some before it, and reads all that is older
+from a memory of constant size. The package infini-llama has a faster class: `infini_model.hf`.
 """
 
 import torch
@@ -16,10 +14,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 
-# Releases of transformers differ in what they call the cache.
+# The cache has two names in the releases of transformers.
 CACHE = next(n for n in ("cache", "past_key_values") if n in CausalLMOutputWithPast.__annotations__)
-SIZES = {"segment_length": 128, "window_segments": 0, "window_sinks": 0}
-KIND = {"memory": "residual", "memory_key_shift": True, "memory_query_shift": False}
+SIZES = ("segment_length", "window_segments", "window_sinks")
+KIND = {"window_segments": 0, "window_sinks": 0, "memory": "residual"}
+UNSUPPORTED = ("inputs_embeds", "output_attentions", "output_hidden_states")
+PACKED = ("cu_seq_lens_q", "seq_idx")
+STARTS = {"memory_key_shift": 0.5, "memory_query_shift": 0.5}
 
 
 class InfiniLlamaConfig(LlamaConfig):
@@ -39,13 +40,15 @@ class InfiniLlamaConfig(LlamaConfig):
     @property
     def attention(self):
         """The fields of `infini_attention`, with defaults for those that it lacks."""
-        return SIZES | KIND | (self.infini_attention or {})
+        return (
+            {"segment_length": self.max_position_embeddings} | KIND | (self.infini_attention or {})
+        )
 
 
 class InfiniLlamaCache(Cache):
     """The memory and the window after some texts; `length` counts their tokens, with padding."""
 
-    is_compileable, is_croppable, is_linear = False, False, (False,)
+    is_compileable, is_croppable, is_linear, _is_user_defined = False, False, (False,), True
 
     def __init__(self):
         super().__init__(layers=[])
@@ -60,6 +63,10 @@ class InfiniLlamaCache(Cache):
     def batch_select_indices(self, indices):
         self.state = tree_map_only(torch.Tensor, lambda x: x[indices.to(x.device)], self.state)
 
+    def batch_repeat_interleave(self, repeats):
+        repeat = torch.Tensor, lambda x: x.repeat_interleave(repeats, 0)
+        self.state = tree_map_only(*repeat, self.state)
+
     reset, reorder_cache = __init__, batch_select_indices
 
 
@@ -73,6 +80,10 @@ def rotated(x, cos, sin):
     return (x.float() * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
+def features(x):
+    return torch.cat(((2 * x.float()).softmax(-1), (-2 * x.float()).softmax(-1)), -1)
+
+
 class InfiniLlamaAttention(nn.Module):
     """A window of exact attention, and a memory; parameters are named as in the files."""
 
@@ -80,7 +91,7 @@ class InfiniLlamaAttention(nn.Module):
         super().__init__()
         self.own, self.width = config.attention, config.head_dim
         kind, every = self.own["memory"], config.no_rope_layer_interval
-        if kind not in ("residual", "linear", "none") or self.own.get("bidirectional"):
+        if kind not in ("residual", "none") or self.own.get("bidirectional"):
             raise ValueError(f"infini_attention: {self.own} is not supported by this file")
         self.length, segments, self.sinks = (self.own[name] for name in SIZES)
         self.kept = self.sinks + segments * self.length
@@ -93,21 +104,17 @@ class InfiniLlamaAttention(nn.Module):
             if name != "v" and config.qk_norm != "none":
                 setattr(self, f"{name}_norm", LlamaRMSNorm(size, eps=config.rms_norm_eps))
         self.o_proj = nn.Linear(heads * self.width, hidden, bias=config.attention_bias)
-        shapes = {} if kind == "none" else {"gate": (heads,)}
-        if kind == "residual":
-            shapes = {"memory_weight": (heads, self.width), "memory_write_gate": (kv_heads, hidden)}
-            shapes["memory_forget_gate"] = kv_heads, hidden
-        for name, count in (("memory_key_shift", kv_heads), ("memory_query_shift", heads)):
-            if shapes and self.own[name]:
-                shapes[name] = (count,)
+        shapes = {"memory_weight": (heads, self.width), "memory_write_gate": (kv_heads, hidden)}
+        shapes["memory_forget_gate"] = kv_heads, hidden
+        shapes |= {"memory_key_shift": (kv_heads,), "memory_query_shift": (heads,)}
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+            if kind != "none" and self.own.get(name, name != "memory_query_shift"):
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def start(self, q, k):
-        """What is remembered before the first token: nothing."""
-        features = 2 * self.width if self.own["memory"] == "residual" else self.width
+        """Remember nothing, as before the first token."""
         keys = k.new_zeros(*k.shape[:2], self.kept + self.length, self.width)
-        kv = k.new_zeros(*k.shape[:2], features, self.width + 1, dtype=torch.float32)
+        kv = k.new_zeros(*k.shape[:2], 2 * self.width, self.width, dtype=torch.float32)
         state = {"keys": keys, "values": keys, "kv": kv, "pending": kv, "fading": kv[..., :1, :1]}
         return state | {"key": keys[:, :, 0], "query": torch.zeros_like(q[:, :, 0])}
 
@@ -136,7 +143,7 @@ class InfiniLlamaAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), state
 
     def shifted(self, x, at):
-        """The keys or values after the step: a segment that is full is now an earlier one."""
+        """Make a segment that is full an earlier one, among keys or values."""
         sinks, opened = self.sinks, x[:, :, self.kept :]
         first = chosen(at["is_first"], opened[:, :, :sinks], x[:, :, :sinks])
         earlier = x[:, :, sinks + self.length : self.kept + self.length]
@@ -148,37 +155,24 @@ class InfiniLlamaAttention(nn.Module):
         if share is None:
             return x
         before = torch.cat((state[name].unsqueeze(2).to(x.dtype), x[:, :, :-1]), 2)
-        share = share.to(x.dtype)[:, None, None] * (at["position"] > 0)[:, None, :, None]
+        follows = (at["slots"] > 0) | ~at["is_first"][:, None]
+        share = share.to(x.dtype)[:, None, None] * follows[:, None, :, None]
         return x + share * (before - x)
 
-    def features(self, x):
-        if self.own["memory"] == "residual":
-            return torch.cat(((2 * x.float()).softmax(-1), (-2 * x.float()).softmax(-1)), -1)
-        return functional.relu(x.float()) + x.float().clamp(max=0).exp()
-
     def read(self, q, local, kv):
-        """The attention [B, H, T, D], with what `q` reads from the memory."""
-        features = self.features(q).reshape(*kv.shape[:2], -1, kv.size(2))
-        found, mass = (features @ kv).view(*q.shape[:3], -1).split((self.width, 1), -1)
-        if self.own["memory"] == "residual":
-            found = functional.rms_norm(found, found.shape[-1:], eps=1e-6)
-            return (local + self.memory_weight.float()[:, None] * found).to(local.dtype)
-        share = (mass > 1e-18) * self.gate.float().sigmoid()[:, None, None]
-        found = found / mass.where(mass > 1e-18, 1)  # equation 7
-        return (share * found + (1 - share) * local).to(local.dtype)  # equation 10
+        """Add what `q` reads from the memory to the attention of the window, [B, H, T, D]."""
+        found = features(q).reshape(*kv.shape[:2], -1, kv.size(2)) @ kv
+        found = functional.rms_norm(found.view(q.shape), q.shape[-1:], eps=1e-6)
+        return (local + self.memory_weight.float()[:, None] * found).to(local.dtype)
 
     def write(self, x, k, v, at, state):
-        """The memory after the step: what is pending is in it where the segment is full."""
-        values, left = functional.pad(v.float(), (0, 1), value=1.0), state["fading"] * 0
-        if self.own["memory"] == "residual":
-            weights = torch.cat((self.memory_write_gate, self.memory_forget_gate)).to(x.dtype)
-            write, fade = functional.linear(x, weights).float().transpose(1, 2).chunk(2, 1)
-            kept = -functional.softplus(fade - 9.0)  # log of the share of older that remains
-            left = kept.sum(-1, keepdim=True).unsqueeze(-1)
-            share = (write + 2.2).sigmoid() * (left[..., 0] - kept.cumsum(-1)).exp()
-            values = values * share[..., None]
-        # Equation 8; the last column is the normaliser.
-        pending = state["pending"] * left.exp() + self.features(k).mT @ values
+        """Write the step to what is pending, and that to the memory where the segment is full."""
+        weights = torch.cat((self.memory_write_gate, self.memory_forget_gate)).to(x.dtype)
+        write, fade = functional.linear(x, weights).float().transpose(1, 2).chunk(2, 1)
+        kept = -functional.softplus(fade - 9.0)  # log of the share of what is older that remains
+        left = kept.sum(-1, keepdim=True).unsqueeze(-1)
+        share = (write + 2.2).sigmoid() * (left[..., 0] - kept.cumsum(-1)).exp()
+        pending = state["pending"] * left.exp() + features(k).mT @ (v.float() * share[..., None])
         fading, is_full = state["fading"] + left, at["completes"]
         kv = chosen(is_full, state["kv"] * fading.exp() + pending, state["kv"])
         pending, fading = (chosen(is_full, x * 0, x) for x in (pending, fading))
@@ -206,23 +200,21 @@ class InfiniLlamaLayer(nn.Module):
 
 
 def places(own, rotary, x, position, reads):
-    """Where tokens `x` [B, T, hidden] of a step are in the open segments, and what they see."""
+    """Place tokens `x` [B, T, hidden] in the open segments, and say what they see."""
     (length, segments, sinks), index = (own[n] for n in SIZES), torch.arange(x.size(1)).to(x.device)
     age, slots = position[:, None] // length, position[:, None] % length + index
     distance = torch.arange(segments, 0, -1, device=x.device).repeat_interleave(length)
     # Until they are out of sight, the first tokens are among those of their segment.
     older = torch.cat(((age > segments).expand(-1, sinks), distance <= age), 1)[:, None]
-    older = older.expand(-1, x.size(1), -1)
     near = torch.arange(length, device=x.device) <= slots[..., None]
     relative = torch.arange(-older.size(2), length, device=x.device)
     cos, sin = (y[0] / rotary.attention_scaling for y in rotary(x.float(), relative[None]))
     return {
         "slots": slots,
-        "position": position[:, None] + index,
         "reads": reads,
         "completes": slots[:, -1] == length - 1,
         "is_first": age[:, 0] == 0,
-        "mask": torch.cat((older, near), 2)[:, None],
+        "mask": torch.cat((older.expand(-1, x.size(1), -1), near), 2)[:, None],
         "rope": (cos, sin, rotary.attention_scaling**2),
         "unrotated": (torch.ones_like(cos), torch.zeros_like(sin), 1.0),
     }
@@ -236,9 +228,9 @@ class PlainInfiniLlamaForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["InfiniLlamaLayer"]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _is_stateful = _supports_sdpa = True
-    _supports_default_dynamic_cache = classmethod(lambda cls: False)
 
     def __init__(self, config):
+        config.infini_attention = config.attention
         super().__init__(config)
         size, layers = config.hidden_size, range(config.num_hidden_layers)
         self.model = nn.Module()
@@ -255,39 +247,45 @@ class PlainInfiniLlamaForCausalLM(PreTrainedModel, GenerationMixin):
         if state is None:
             state = counts * 0, [None] * len(model.layers)
         while start < ids.size(1):  # to where a segment or a row ends
-            (position, layers), left, after = state, counts - start, []
+            position, layers, left = state[0], [*state[1]], counts - start
             room = own["segment_length"] - int((position % own["segment_length"]).max())
             width = min(room, int(torch.where(left > 0, left, ids.size(1) - start).min()))
             x = model.embed_tokens(ids[:, start : start + width])
             at = places(own, model.rotary_emb, x, position, left > 0)
-            for layer, before in zip(model.layers, layers, strict=True):
-                x, new = layer(x, at, before)
-                after.append(new)
+            for number, layer in enumerate(model.layers):
+                x, layers[number] = layer(x, at, layers[number])
             hidden.append(model.norm(x))
-            state, start = (position + width * (left > 0), after), start + width
+            state, start = (position + width * (left > 0), layers), start + width
         return torch.cat(hidden, 1), state
 
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, InfiniLlamaAttention):
+            for name, parameter in module.named_parameters(recurse=False):
+                nn.init.constant_(parameter, STARTS.get(name, 0.0))
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        if generation_config.use_cache:
-            model_kwargs.setdefault(CACHE, InfiniLlamaCache())
+        if generation_config.use_cache and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = InfiniLlamaCache()
 
     @can_return_tuple
     def forward(
-        self, input_ids, attention_mask=None, position_ids=None, cache=None, past_key_values=None,
-        labels=None, use_cache=None, logits_to_keep=0, **kwargs
+        self, input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None,
+        past_key_values=None, labels=None, logits_to_keep=0, **kwargs
     ):  # fmt: skip
         """As a Llama's: padding may be anywhere, and labels are shifted here."""
-        for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
+        for name in UNSUPPORTED + PACKED:
             if isinstance(given := kwargs.pop(name, None), torch.Tensor) or given:
                 raise ValueError(f"{name}: not supported")
         cache = next((x for x in (cache, past_key_values) if x is not None), InfiniLlamaCache())
+        if not isinstance(cache, InfiniLlamaCache):
+            raise TypeError(f"{CACHE}: expected an InfiniLlamaCache, got {type(cache).__name__}")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        real = mask[:, -input_ids.size(1) :].long()
+        real = mask[:, -input_ids.size(1) :].long().expand_as(input_ids)
         order = real.argsort(dim=1, descending=True, stable=True)  # padding goes to the end
-        later = real * real.cumsum(1) > 1
-        if position_ids is not None and bool((later & (position_ids == 0)).any()):
+        pairs = real[:, 1:] * real[:, :-1] > 0
+        if position_ids is not None and bool((pairs & (position_ids.diff(dim=1) < 1)).any()):
             raise ValueError("position_ids: several texts in one row are not supported")
         hidden, cache.state = self.read(input_ids.gather(1, order), real.sum(1), cache.state)
         cache.length += input_ids.size(1)

@@ -125,9 +125,9 @@ def export_model(
 
 def _add_code(folder: Path, config: ModelConfig) -> None:
     """Put the code of a model into its temporary folder, if `transformers` itself has none."""
-    if config.bidirectional or config.memory == "delta":
+    if config.bidirectional or config.memory not in ("residual", "none"):
         raise ConfigError(
-            "--format remote-code: only for causal models whose memory is residual, linear or none"
+            "--format remote-code: only for causal models whose memory is residual or none"
         )
     if config.has_past:
         shutil.copyfile(Path(__file__).parents[1] / "hf" / CODE, folder / CODE)
@@ -138,7 +138,10 @@ def _add_code(folder: Path, config: ModelConfig) -> None:
 
 
 def bytes_as_bpe() -> BPETokenizer:
-    """The tokenizer of bytes as `transformers` reads one, which gives the same ids."""
+    """Return the tokenizer of bytes in the form that `transformers` reads.
+
+    It gives the same ids, but for a text that spells the end-of-text token.
+    """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Definition
 

@@ -25,8 +25,8 @@ from infini_model.runtime.errors import CheckpointError
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 
-# The longest text of a model with a past, in what takes numbers of 32 bits.
-ANY_LENGTH = 2**31 - 1
+# The longest text of a model with a past, in 32 bits.
+LONGEST_TEXT = 2**31 - 1
 _INFINI_FIELDS = (
     *("segment_length", "window_segments", "window_sinks"),
     *("memory", "memory_key_shift", "memory_query_shift"),
@@ -199,7 +199,7 @@ def read_config(folder: Path, overrides: Mapping[str, object]) -> ModelConfig:
 def parse_config(
     tree: Mapping[str, Any], path: Path, overrides: Mapping[str, object]
 ) -> ModelConfig:
-    """As `read_config`, of the object in a config.json; messages name `path`."""
+    """Return the `ModelConfig` of the object in a config.json, which messages call `path`."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise CheckpointError(
@@ -228,7 +228,7 @@ def parse_config(
         ours += _DIFFUSION_FIELDS
     fields |= known.fixed
     fields |= {name: given[theirs] for name, theirs in names.items() if theirs in given}
-    infini = _mapping(tree.get("infini_attention", {}), f"{path}: infini_attention")
+    infini = _mapping(tree.get("infini_attention") or {}, f"{path}: infini_attention")
     fields |= {name: infini[name] for name in ours if name in infini}
     try:
         config = ModelConfig.model_validate({**fields, **overrides})
@@ -338,7 +338,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype, tokens: TokenIds) -> di
         "pad_token_id": tokens.eos if kind == "llada" else None,
     }
     if config.has_past:
-        tree["max_position_embeddings"] = ANY_LENGTH
+        tree["max_position_embeddings"] = LONGEST_TEXT
     if tokens.tokenizer is not None:
         tree[TOKENIZER_NAME] = tokens.tokenizer
     if kind == "llada":

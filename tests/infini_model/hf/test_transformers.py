@@ -11,7 +11,7 @@ from real import smollm2
 from safetensors.torch import load_file
 from tiny_models import draw_memory_parameters, tiny_model
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer
 from infini_model.evaluation.harness import HarnessModel
@@ -25,13 +25,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
     "residual": {},
-    "linear": {"memory": "linear", "memory_key_shift": False},
+    "no shift": {"memory_key_shift": False},
     "window": {"memory": "none", "window_segments": 2},
     "sinks": {"window_segments": 2, "window_sinks": 3},
     "qwen3": {"window_segments": 1, "qk_norm": "head", "head_dim": 6, "attention_bias": True},
     "qwen2": {"qkv_bias": True, "memory_query_shift": True, "tie_word_embeddings": True},
     "smollm3": {"window_segments": 1, "no_rope_layer_interval": 2},
-    "olmo2": {"memory": "linear", "qk_norm": "projection", "post_norm": True},
+    "olmo2": {"qk_norm": "projection", "post_norm": True},
     "yarn": {"window_segments": 1, "rope_scaling": YARN},
     "llama3": {"window_segments": 1, "rope_scaling": {**YARN, **BANDS, "rope_type": "llama3"}},
     "odd head": {"hidden_size": 18, "head_dim": 6},
@@ -91,10 +91,11 @@ def test_logits_are_those_of_the_model_at_once_padded_and_in_pieces(form, kind, 
         close(model(reversed_row).logits[0], right[row, : WIDTH - hidden])
 
 
-def test_a_delta_memory_opens_by_this_package_and_is_refused_by_the_plain_file(tmp_path):
-    model, ids = saved(tmp_path, memory="delta"), ids_of()
+@pytest.mark.parametrize("memory", ["linear", "delta"])
+def test_the_memories_of_the_paper_open_by_this_package_alone(memory, tmp_path):
+    model, ids = saved(tmp_path, memory=memory), ids_of()
     close(model(ids).logits, InfiniLlamaForCausalLM.from_pretrained(tmp_path / "model")(ids).logits)
-    with pytest.raises(ValueError, match=r"'memory': 'delta'.* is not supported by this file"):
+    with pytest.raises(ValueError, match=rf"'memory': '{memory}'.* is not supported by this file"):
         PlainInfiniLlamaForCausalLM.from_pretrained(tmp_path / "model")
 
 
@@ -110,9 +111,11 @@ def test_greedy_text_is_that_of_the_model_however_it_is_generated(pair):
     ids = ids_of()
     prompts = [row[hidden:].tolist() for row, hidden in zip(ids, PADDING, strict=True)]
     wanted = generate(model, prompts, max_new_tokens=17, temperature=0)
-    for more in ({}, {"use_cache": False}, {"prefill_chunk_size": 7}):
+    for more in ({}, {"use_cache": False}, {"prefill_chunk_size": 7}, {"in training": True}):
+        theirs.train(more.pop("in training", False))
         text = theirs.generate(ids, attention_mask=REAL, **GREEDY, **more)
         assert text[:, WIDTH:].tolist() == wanted, more
+    theirs.eval()
     # A conversation goes on from its cache, which reads the new tokens alone.
     first = theirs.generate(ids[:1], **GREEDY, return_dict_in_generate=True)
     asked = torch.cat((first.sequences, torch.tensor([[3, 4, 5]])), 1)
@@ -147,6 +150,9 @@ def test_the_cache_is_constant_in_size_and_its_rows_can_be_chosen(pair):
     cache.batch_select_indices(rows)
     out = theirs(ids_of(3)[rows], **{CACHE: cache}, use_cache=True)
     close(model(torch.cat((ids_of(200), ids_of(3)), 1)[rows]).logits[:, -3:], out.logits)
+    cache.batch_repeat_interleave(2)
+    out = theirs(ids_of(2)[:1].expand(6, -1), **{CACHE: cache}, use_cache=True)
+    assert torch.equal(out.logits[0::2], out.logits[1::2])
     with pytest.raises(ValueError, match="cannot forget"):
         cache.crop(1)
     cache.reset()
@@ -185,16 +191,45 @@ def test_what_transformers_saves_is_what_it_has_read(pair, tmp_path):
     assert InfiniLlama.from_pretrained(tmp_path / "again").config == model.config
 
 
-def test_what_a_folder_lacks_starts_as_in_a_new_model(tmp_path):
-    saved(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    new = AutoModelForCausalLM.from_config(config)
-    reference = InfiniLlama(new.shape)
-    assert isinstance(new, InfiniLlamaForCausalLM)
+@pytest.mark.parametrize("form", CLASSES)
+def test_what_a_folder_lacks_starts_as_in_a_new_model(form, tmp_path, monkeypatch):
+    saved(tmp_path, memory="none", window_segments=1)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(file.read_text().replace('"none"', '"residual"', 1))
+    config = AutoConfig.from_pretrained(file.parent)
+    assert config.attention["memory"] == "residual"
+    reference = InfiniLlama(AutoModelForCausalLM.from_config(config).shape)
+    empty = torch.empty_like  # what it holds is anything
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kw: empty(*args, **kw).fill_(7))
+    loaded = CLASSES[form].from_pretrained(file.parent)
     for name, each in reference.named_parameters():
         if ".memory." in name:
-            assert torch.equal(new.get_parameter(name), each), name
-    assert torch.equal(new.model.cos, reference.model.cos)
+            ours = name if form == "registered" else name.replace(".memory.", ".")
+            for new in (loaded, CLASSES[form](config)):
+                assert torch.equal(new.get_parameter(ours), each), name
+    if form == "registered":
+        assert torch.equal(loaded.model.cos, reference.model.cos)
+
+
+def test_a_trainer_resumes_with_all_parameters(pair, tmp_path):
+    """It loads the tensors of a file by `load_state_dict`, and goes on without those it misses."""
+    _, theirs = pair
+    new = type(theirs)(theirs.config)
+    new.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
+    assert all(map(torch.equal, new.parameters(), theirs.parameters()))
+    new.load_state_dict(theirs.state_dict())
+
+
+def test_a_config_that_says_nothing_of_the_attention_is_one_segment(tmp_path):
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 6}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("infini_llama", **sizes))
+    model.eval().save_pretrained(tmp_path / "model")
+    ours = InfiniLlama.from_pretrained(tmp_path / "model")
+    assert (ours.config.segment_length, ours.config.memory) == (6, "residual")
+    close(ours(ids_of()).logits, model(ids_of()).logits)
+    plain = PlainInfiniLlamaForCausalLM.from_pretrained(tmp_path / "model").eval()
+    close(ours(ids_of()).logits, plain(ids_of()).logits)
     with pytest.raises(ValueError, match="qk_norm"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model("infini_llama", qk_norm="some"))
 
@@ -226,12 +261,24 @@ def test_layers_on_several_devices_compute_the_same(tmp_path):
             {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2] * 5])},
             "position_ids: several texts in one row are not supported",
         ),
+        (
+            {"position_ids": torch.tensor([[1, 2, 3, 1, 2, 3] * 5])},
+            "position_ids: several texts in one row are not supported",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 90])}, "cu_seq_lens_q: not supported"),
+        ({CACHE: DynamicCache()}, "expected an InfiniLlamaCache, got DynamicCache"),
     ],
-    ids=["embeddings", "attentions", "packed"],
+    ids=["embeddings", "attentions", "packed", "packed from 1", "flash", "cache"],
 )
 def test_what_would_be_computed_wrongly_is_refused(given, message, pair):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         pair[1](ids_of(), **given)
+
+
+@pytest.mark.parametrize("shape", [(3, 10), (3, 1, WIDTH, WIDTH)], ids=["short", "4-D"])
+def test_a_mask_of_another_shape_is_an_error(shape, pair):
+    with pytest.raises(RuntimeError, match=r"expanded size|number of sizes"):
+        pair[1](ids_of(), attention_mask=torch.ones(shape))
 
 
 def test_adapters_of_peft_are_trained_saved_and_merged(pair, tmp_path):

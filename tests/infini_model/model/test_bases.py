@@ -15,6 +15,7 @@ from tiny_models import tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from infini_model.config import LoraConfig
+from infini_model.hf import InfiniLlamaForCausalLM
 from infini_model.model.generate import generate
 from infini_model.model.hf.config import read_config
 from infini_model.model.llama import InfiniLlama
@@ -201,8 +202,9 @@ def test_in_segments_it_is_itself_as_far_as_its_window_reaches(tmp_path, name):
     torch.testing.assert_close(torch.cat(parts, 1), logits(theirs), rtol=1e-5, atol=3e-5)
     ours.save_pretrained(tmp_path / "export")
     assert InfiniLlama.check_pretrained(tmp_path / "export") == ours.config
-    with pytest.raises(ValueError, match="infini_llama"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert isinstance(opened, InfiniLlamaForCausalLM)
+    torch.testing.assert_close(logits(opened), logits(theirs), rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2"])

@@ -83,18 +83,11 @@ class ComparedRun(NamedTuple):
         except ValueError as error:
             raise DataError(f"{run_dir}: is damaged ({error})") from error
         status = read_status(run_dir)
-        evaluated = evaluation.get("step")
         settings = evaluation.get("settings") or config.evaluation.model_dump()
-        is_done = status.state == "finished" and VALIDATION_LOSS in evaluation.get("metrics", {})
+        is_scored = VALIDATION_LOSS in evaluation.get("metrics", {})
         progress = f"{status.state} at step {status.step:,}"
-        if status.total is not None:
-            progress += f" of {status.total:,}"
-        if evaluated is None:
-            progress += ", not evaluated yet"
-        elif status.state != "finished":
-            progress += f", evaluated at step {evaluated:,}"
-        elif not is_done:
-            progress += ", evaluated without the task loss"
+        if not is_scored:
+            progress += ", without a validation loss"
         results = _training_results(lines)
         context, text = {}, ""
         with contextlib.suppress(DataError, OSError, ValueError):
@@ -120,7 +113,7 @@ class ComparedRun(NamedTuple):
             },
             context=context,
             seed=config.run.seed,
-            progress="" if is_done else progress,
+            progress="" if status.state == "finished" and is_scored else progress,
             results={**evaluation.get("metrics", {}), **results},
             intervals=evaluation.get("intervals", {}),
         )

@@ -232,7 +232,7 @@ def test_a_run_that_is_not_evaluated_or_cannot_be_read_does_not_hide_the_others(
     assert [run.name for run in comparison.runs] == ["bare", "linear-0", "linear-1", "none-0"]
     cannot_be_read = [note for note in comparison.notes if "cannot be read" in note]
     assert [note.partition(":")[0] for note in cannot_be_read] == ["damaged", tmp_path.name]
-    assert "bare: trained at step 3 of 3, not evaluated yet" in comparison.notes
+    assert "bare: trained at step 3, without a validation loss" in comparison.notes
     assert not any("\n" in note for note in comparison.notes)
     (difference,) = comparison.differences
     assert difference.by_seed.keys() == {0}

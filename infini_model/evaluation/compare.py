@@ -259,14 +259,11 @@ def _obstacle(run: ComparedRun, group: Group, control: Group, first: ComparedRun
             return f"its {what} is {value}, that of {other.name} {theirs}"
     if not alike:
         for each in (run, other):
-            if VALIDATION_BITS not in each.results:
-                return f"{each.name} has no bits per byte; evaluate it again"
-            if each.context["number of scored windows"] != "all":
-                return (
-                    "windows of another tokenizer hold other text; set evaluation.max_windows=null"
-                )
-            if each.context["dataset"] != each.context["evaluated dataset"]:
-                return f"{each.name} is evaluated on another dataset"
+            is_whole = each.context["number of scored windows"] == "all"
+            is_own = each.context["dataset"] == each.context["evaluated dataset"]
+            if not (is_whole and is_own and VALIDATION_BITS in each.results):
+                need = "other tokens need bits per byte of all text (evaluation.max_windows=null)"
+                return f"{need}, which {each.name} lacks"
     tokens, those = (int(each.results.get("tokens", 0)) for each in (run, other))
     if alike and abs(tokens - those) > SAME_TOKENS * those:
         return f"its number of training tokens is {tokens:,}, that of {other.name} {those:,}"

@@ -246,9 +246,6 @@ def logs(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-ExportFormat = Literal["huggingface", "remote-code"]
-
-
 @app.command()
 def export(
     to: Annotated[
@@ -260,7 +257,7 @@ def export(
         typer.Option("--merge", help="Merge the adapters of a LoRA run into its initial weights."),
     ] = False,
     file_format: Annotated[
-        ExportFormat,
+        Literal["huggingface", "remote-code"],
         typer.Option(
             "--format",
             help="huggingface, which transformers opens after import infini_model.hf, or "

@@ -158,10 +158,8 @@ def read_prompts(
     is that before them, which becomes invalid; None if nothing precedes them. A model of block
     diffusion reads prompts of whole segments only.
     """
-    device, width = (
-        model.lm_head.weight.device,
-        chunk_width(len(lengths), model.config.segment_length),
-    )
+    device = model.lm_head.weight.device
+    width = chunk_width(len(lengths), model.config.segment_length)
     state = model.empty_state(len(lengths)) if state is None else state
     last = model.model.norm.weight.new_zeros(len(lengths), model.config.hidden_size)
     with model.precision.autocast(device):

@@ -126,9 +126,7 @@ def export_model(
 def _add_code(folder: Path, config: ModelConfig) -> None:
     """Put the code of a model into its temporary folder, if `transformers` itself has none."""
     if config.bidirectional or config.memory not in ("residual", "none"):
-        raise ConfigError(
-            "--format remote-code: only for causal models whose memory is residual or none"
-        )
+        raise ConfigError("--format remote-code: needs a causal model with memory residual or none")
     if config.has_past:
         shutil.copyfile(Path(__file__).parents[1] / "hf" / CODE, folder / CODE)
         auto = {"AutoConfig": "InfiniLlamaConfig", "AutoModelForCausalLM": PLAIN_MODEL}

@@ -299,7 +299,7 @@ def test_code_is_not_written_for_a_model_that_it_does_not_compute(tmp_path: Path
         *("export", "--format", "remote-code", "--to", tmp_path / "new"),
         *("--output-dir", tmp_path / "output"),
     )
-    assert "--format remote-code: only for causal models" in str(refused.exception)
+    assert "--format remote-code: needs a causal model" in str(refused.exception)
     assert not (tmp_path / "new").exists()
 
 

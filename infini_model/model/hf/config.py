@@ -25,8 +25,7 @@ from infini_model.runtime.errors import CheckpointError
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 
-# The longest text of a model with a past, in 32 bits.
-LONGEST_TEXT = 2**31 - 1
+LONGEST_TEXT = 2**31 - 1  # of a model with a past, in 32 bits
 _INFINI_FIELDS = (
     *("segment_length", "window_segments", "window_sinks"),
     *("memory", "memory_key_shift", "memory_query_shift"),

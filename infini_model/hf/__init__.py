@@ -45,7 +45,8 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
 
         Raises `ValueError` if it generates by diffusion.
         """
-        config.infini_attention, config.auto_map = config.attention, None
+        config.infini_attention = config.attention
+        vars(config).pop("auto_map", None)  # its file is not written
         PreTrainedModel.__init__(self, config)
         self.shape = parse_config(config.to_dict(), Path(CONFIG), {})
         if self.shape.bidirectional:

@@ -46,7 +46,7 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
         Raises `ValueError` if it generates by diffusion.
         """
         config.infini_attention = config.attention
-        vars(config).pop("auto_map", None)  # its file is not written
+        config.__dict__.pop("auto_map", None)  # its file is not written
         PreTrainedModel.__init__(self, config)
         self.shape = parse_config(config.to_dict(), Path(CONFIG), {})
         if self.shape.bidirectional:

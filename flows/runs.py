@@ -275,7 +275,7 @@ def export_run(
     # Imported here, as they import torch, which takes seconds.
     from infini_model.data.tokenizers.load import load_dataset_tokenizer
     from infini_model.training.checkpoint import read_state
-    from infini_model.training.export import check_target, export_model
+    from infini_model.training.export import CODE, check_target, export_model
 
     if is_url(target):
         raise UserError(f"--to: got {target!r}: takes a folder of this machine")
@@ -290,7 +290,7 @@ def export_run(
     tokenizer = load_dataset_tokenizer(_dataset_of(run_dir, places))
     export_model(checkpoint, folder, tokenizer, merge=merge, with_code=with_code)
     use = f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
-    if with_code:
+    if (folder / CODE).is_file():
         use = "transformers opens it once it may run the code in it: docs/evaluate.md"
     return [f"Exported step {step} of {run_dir.name} to {folder}", use]
 

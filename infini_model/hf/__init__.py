@@ -58,12 +58,14 @@ class InfiniLlamaForCausalLM(PlainInfiniLlamaForCausalLM):
         self.register_load_state_dict_pre_hook(_rename)
         self.post_init()
 
-    def read(self, ids: Tensor, counts: Tensor, state: State | None) -> tuple[Tensor, State | None]:
+    def read(
+        self, ids: Tensor, counts: Tensor, state: State | None, is_kept: bool
+    ) -> tuple[Tensor, State | None]:
         """Read `counts` [B] of `ids` [B, T]: the inputs of the output layer, and the state after.
 
-        There is no state in training with gradients, but for a cache that has one already.
+        There is no state where none is given or kept, as in training.
         """
-        if self.training and torch.is_grad_enabled() and state is None:
+        if state is None and not is_kept:
             layers = len(self._whole.model.layers)
             self._whole.model.recomputed_layers = layers if self.gradient_checkpointing else 0
             return self._whole.hidden(ids), None

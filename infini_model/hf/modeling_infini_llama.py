@@ -241,7 +241,7 @@ class PlainInfiniLlamaForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         self.post_init()
 
-    def read(self, ids, counts, state):
+    def read(self, ids, counts, state, is_kept):
         """Read `counts` [B] of `ids` [B, T]: the inputs of `lm_head`, and the state after them."""
         model, own, hidden, start = self.model, self.config.attention, [], 0
         if state is None:
@@ -287,7 +287,8 @@ class PlainInfiniLlamaForCausalLM(PreTrainedModel, GenerationMixin):
         pairs = real[:, 1:] * real[:, :-1] > 0
         if position_ids is not None and bool((pairs & (position_ids.diff(dim=1) < 1)).any()):
             raise ValueError("position_ids: several texts in one row are not supported")
-        hidden, cache.state = self.read(input_ids.gather(1, order), real.sum(1), cache.state)
+        state, ids = cache.state, input_ids.gather(1, order)
+        hidden, cache.state = self.read(ids, real.sum(1), state, use_cache)
         cache.length += input_ids.size(1)
         hidden = torch.zeros_like(hidden).scatter(1, order[..., None].expand_as(hidden), hidden)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -5,7 +5,7 @@ some before it (`infini_model.model.window`), and reads everything before its se
 of constant size (`infini_model.model.memory`). The parts are independent: where the memory is empty
 the result is exactly that of the window.
 
-`infini_model.hf.modeling_infini_llama` is the loop over segments, in plain PyTorch.
+`infini_model.hf.modeling_infini_llama` is the loop over segments for the default memory.
 """
 
 from __future__ import annotations

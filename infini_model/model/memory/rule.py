@@ -2,8 +2,8 @@
 
 A loop over segments keeps a GPU waiting: each step is small and depends on the last. But only the
 memory is sequential. So the memory before every segment is computed first, by the `states` of a
-rule, then all segments read theirs as one batch. Results and gradients are those of the loop, which
-is `infini_model.hf.modeling_infini_llama`, and gradients flow back to the first segment.
+rule, then all segments read theirs as one batch. Results and gradients are those of the loop (for
+the default, `infini_model.hf.modeling_infini_llama`), and gradients flow to the first segment.
 
 All rules share the key shift: a value is written under a mix of its own token's key and the
 previous token's. The query shift is the same for the queries that read the memory. A masked token

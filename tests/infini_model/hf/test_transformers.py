@@ -173,6 +173,9 @@ def test_gradients_are_those_of_the_model_also_when_layers_are_recomputed(pair):
         out = theirs(ids, labels=ids)
         close(loss, out.loss)
         assert out.get(CACHE) is None
+        kept = theirs(ids[:, :13], use_cache=True)
+        more = theirs(ids[:, 13:], **{CACHE: kept[CACHE]}, use_cache=True)
+        close(theirs(ids).logits[:, 13:], more.logits)
         out.loss.backward()
         for name, each in theirs.named_parameters():
             ours = name if name in wanted else name.replace("self_attn.", "self_attn.memory.")

@@ -62,8 +62,8 @@ SETTINGS = {
         "data.source.paths",
         ("pipeline", *PREPROCESS),
         "Globs or URLs of text to use instead of the preset's, such as `/texts/**/*.txt`. Texts "
-        "and source code hold one document each; .jsonl, .json, .csv, .tsv, .parquet and .arrow "
-        "files hold one per row.",
+        "and source code hold one document each; .jsonl, .json, .csv, .tsv and .parquet files "
+        "hold one per row.",
     ),
     "sources": Setting(
         "data.sources",

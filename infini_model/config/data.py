@@ -135,10 +135,9 @@ class FilesSource(BaseSource):
     keys."""
     paths: Annotated[NonEmptyList[str], BeforeValidator(_listed)] = ["{stdlib}/**/*.py"]
     """Globs or URLs (http, https, s3, gs, az); {stdlib} is the folder of Python's standard library.
-    Texts (.txt, .md, .rst, .tex, source code) hold one document each; .jsonl, .json, .csv, .tsv,
-    .parquet and .arrow files hold one per row. All but the last two may also be compressed (.gz,
-    .zst)."""
-    format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] | None = None
+    Texts (.txt, .md, .rst, .tex, source code) hold one document each; .jsonl, .json, .csv, .tsv and
+    .parquet files hold one per row. All but the last may also be compressed (.gz, .zst)."""
+    format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet"] | None = None
     """Format of all files, whatever their suffixes; null (default) is what the suffixes say."""
     errors: Literal["fail", "skip", "replace"] = "fail"
     """What to do with a document that is not valid UTF-8: fail stops and names it, skip leaves it

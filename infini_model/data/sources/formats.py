@@ -25,7 +25,6 @@ from infini_model.data.sources.files import (
 from infini_model.data.sources.rows import (
     BATCH_DOCUMENTS,
     Reading,
-    read_arrow,
     read_csv,
     read_json,
     read_json_lines,
@@ -89,7 +88,6 @@ FORMATS: dict[str, Format] = {
     "csv": Format((".csv",), "whole", functools.partial(read_csv, delimiter=",")),
     "tsv": Format((".tsv",), "whole", functools.partial(read_csv, delimiter="\t")),
     "parquet": Format((".parquet",), "row groups", read_parquet, compressed=False),
-    "arrow": Format((".arrow",), "whole", read_arrow, compressed=False),
 }
 # Text for each byte of a file that is compressed as a whole.
 EXPANSION = 4
@@ -134,7 +132,7 @@ def check_format(name: str, given: str | None, address: str | None = None) -> No
         known = " ".join(each.suffixes[0] for each in FORMATS.values())
         raise DataError(
             f"{address or name}: unsupported format; supported: {known}, source code, and all but "
-            ".parquet and .arrow also as .gz or .zst; for other suffixes set data.source.format"
+            ".parquet also as .gz or .zst; for other suffixes set data.source.format"
         )
 
 

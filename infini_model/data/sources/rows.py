@@ -1,4 +1,4 @@
-"""Rows of files as Arrow arrays: JSON, comma- and tab-separated values, Parquet and Arrow.
+"""Rows of files as Arrow arrays: JSON, comma- and tab-separated values, and Parquet.
 
 A row is a text, or a conversation in pieces; which of the columns it is read from, `Reading` says.
 What cannot be read raises `DataError` that names the file and the row.
@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import io
 import math
-import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -270,34 +269,6 @@ def _batch_rows(metadata: Any, group: int, reading: Reading, batch_bytes: int) -
     ):
         most = DICTIONARY_ROWS
     return max(1, min(most, rows))
-
-
-def read_arrow(
-    source: pa.NativeFile, part: FileRange, reading: Reading, batch_bytes: int
-) -> Iterator[pa.Array]:
-    """The rows of an IPC file, or of an IPC stream such as `datasets` writes."""
-    address = part.file.address
-    if isinstance(source, pa.OSFile) and part.file.bytes:
-        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
-        source = pa.BufferReader(pa.py_buffer(mapped))
-    is_file = source.read(6) == b"ARROW1"
-    opened = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    source.seek(0)
-    schema = opened(source).schema
-    if not schema.names:
-        return  # so `datasets` writes no rows at all
-    columns = text_columns(address, schema, reading)
-    fields = list(map(schema.names.index, columns))
-    source.seek(0)
-    reader = opened(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-    row = 0
-    for batch in batches:
-        count = batch.num_rows
-        rows = max(1, min(BATCH_DOCUMENTS, batch_bytes * count // max(1, batch.nbytes)))
-        for start in range(0, count, rows):
-            yield from _rows(batch.slice(start, rows), reading, address, row + start)
-        row += count
 
 
 def _rows(

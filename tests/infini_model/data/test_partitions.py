@@ -20,7 +20,7 @@ from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 
 TARGET = 1000
-KINDS = st.sampled_from(["txt", "md", "jsonl", "jsonl.gz", "arrow"])
+KINDS = st.sampled_from(["txt", "md", "jsonl", "jsonl.gz", "csv"])
 
 
 def source_file(content: int, size: int, kind: str, folder: str = "a") -> SourceFile:

@@ -64,8 +64,6 @@ def test_the_pairs_are_those_of_the_rows_in_every_format(tmp_path, columns):
     table = pa.Table.from_pylist(rows)
     write_rows(tmp_path / "a.jsonl", rows)
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=7)
-    with pa.ipc.new_stream(tmp_path / "c.arrow", table.schema) as out:
-        out.write_table(table, max_chunksize=9)
     for path in tmp_path.iterdir():
         assert pairs_in(cut_file(path)) == (pairs, 0)
 

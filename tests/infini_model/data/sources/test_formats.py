@@ -73,10 +73,6 @@ def write_every_format(folder: Path, texts: list[str | None]) -> list[Path]:
     pq.write_table(table, folder / "a.parquet", row_group_size=2)
     pq.write_table(pa.table({"text": table["text"].dictionary_encode()}), folder / "b.parquet")
     pq.write_table(pa.table({"text": table["text"].cast(pa.large_binary())}), folder / "c.parquet")
-    with pa.ipc.new_stream(folder / "a.arrow", table.schema) as stream:
-        stream.write_table(table, max_chunksize=2)
-    with pa.ipc.new_file(folder / "b.arrow", table.schema) as file:
-        file.write_table(table, max_chunksize=2)
     return sorted(folder.iterdir())
 
 
@@ -155,19 +151,14 @@ SURROGATES = b'{"text": "x\\ud83e\\udd8a"}\n\n{"text": "a\\ud800b"}\n'
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "line 2: is not UTF-8", ["a", "�"], ["a"]),
         ("a.jsonl", SURROGATES, "line 3: is not UTF-8: a lone", ["x🦊", "a�b"], ["x🦊"]),
         ("a.parquet", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
-        ("a.arrow", [*FINE, b"\xe9"], "row 34: is not UTF-8", [*READ, "�"], READ),
     ],
 )
 def test_what_is_no_text_is_named_or_replaced(tmp_path, name, content, complaint, replaced, kept):
     path = tmp_path / name
     if name == "a.parquet":
-        table = pa.table({"text": pa.array(content, pa.binary())})
-        pq.write_table(table, path, row_group_size=3)
-    elif name == "a.arrow":
         # A column that is declared as text but is not.
         claimed = pa.array(content, pa.binary()).view(pa.string())
-        with pa.ipc.new_stream(path, pa.schema([("text", pa.string())])) as out:
-            out.write_batch(pa.record_batch([claimed], ["text"]))
+        pq.write_table(pa.table({"text": claimed}), path, row_group_size=3)
     else:
         path.write_bytes(content)
     for errors in ("fail",) if replaced else ("fail", "replace"):
@@ -204,8 +195,8 @@ def test_a_file_that_is_torn_or_of_another_format_is_named_in_one_line(tmp_path)
         harms = [data[: len(data) * 2 // 3], b"text"]
         if path.name == "a.tsv":
             harms = [b'text\n"x']  # a quote that nothing closes
-        # Of lines, and of a file of which the index is lost, a part is as good as the whole.
-        for harm in harms[1:] if path.name in ("a.jsonl", "b.arrow") else harms:
+        # Of lines, a part is as good as the whole.
+        for harm in harms[1:] if path.name == "a.jsonl" else harms:
             path.write_bytes(harm)
             with pytest.raises(DataError, match=path.name) as caught:
                 read(*cut_file(path))
@@ -423,8 +414,6 @@ def test_a_column_is_one_whose_own_name_may_have_a_dot(tmp_path):
     texts = ["a", None, "b"]
     table = pa.table({"doc.text.more": ["x"] * 3, "doc": [{"title": "x"}] * 3, "doc.text": texts})
     pq.write_table(table, tmp_path / "a.parquet")
-    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
-        stream.write_table(table)
     (tmp_path / "a.json").write_text(json.dumps(table.to_pylist()))
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
     for path in sorted(tmp_path.glob("a.*")):

@@ -278,7 +278,7 @@ class DataConfig(Section):
         if len(templates) > 1:
             yield "the conversations of all sources take one form; give them the same template"
         if self.share and any(each.screen for each in self.named_sources.values()):
-            yield "share: screening compares all documents; leave it out, or use engine=ray"
+            yield "share: screening compares all documents; leave share or screen out"
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
             yield f"device {self.device} needs engine=local; Ray takes cpu or cuda"
 

@@ -82,10 +82,6 @@ def run(asked: Invocation) -> None:
 def preprocess(asked: Invocation) -> None:
     """Build the dataset of the documents, or reuse an existing one."""
     dataset = _run_flow("preprocess", asked)
-    if dataset["missing"]:
-        count = f"{dataset['missing']:,} partitions of other shares are missing"
-        typer.echo(f"Share {asked.config.data.share} is done; {count}")
-        return
     typer.echo(f"Dataset: {dataset['address'] or dataset['folder']}")
 
 

@@ -172,13 +172,6 @@ OPTIONS = {
         used_by=("compare",),
         kind=bool,
     ),
-    "share": Option(
-        "Make the I-th of N shares of the partitions, on one of N machines or jobs; the last one "
-        "assembles the dataset.",
-        key="data.share",
-        used_by=("preprocess",),
-        metavar="I/N",
-    ),
 }
 # The arguments of a command.
 ANY_SETTINGS = typer.Argument(

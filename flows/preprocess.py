@@ -18,25 +18,19 @@ from tasks.download import download
 from tasks.failures import reason
 from tasks.flow_run import name_flow_run
 from tasks.screen import screen
-from tasks.shard import build_dataset, share_made, use_dataset
+from tasks.shard import shard, use_dataset
 
 
 @as_flow
 def preprocess(config: Config) -> State[dict[str, Any]]:
-    """Download and shard. Returns the dataset's folder and key, and whether it was reused.
-
-    With `data.share`, the dataset may have `missing` partitions; the last share has none.
-    """
+    """Download and shard. Returns the dataset's folder and key, and whether it was reused."""
     check_stores(config.run, builds_dataset=True)
     if config.data.folder is not None:
         dataset = use_dataset(config)
     else:
-        dataset = build_dataset(config, screen(config, download(config)))
-    name, known = dataset.folder.name, {"folder", "key", "address", "missing"}
+        dataset = shard(config, screen(config, download(config)))
+    name, known = dataset.folder.name, {"folder", "key", "address"}
     result = dataset.model_dump(mode="json", include=known) | {"reused": dataset.intact}
-    if dataset.missing:
-        name_flow_run(f"{name} {config.data.share}", f"dataset:{name}")
-        return Completed(message=f"share {share_made(config, dataset)}", data=result)
     name_flow_run(name, f"dataset:{name}")
     message = f"nothing new: dataset {name} is reused" if dataset.intact else f"dataset {name}"
     get_run_logger().info("%s", message)

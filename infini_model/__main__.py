@@ -21,7 +21,6 @@ from infini_model.data.build import build_dataset, plan_dataset, write_listing
 from infini_model.data.downloads import download_shards
 from infini_model.data.lookup import finished_dataset
 from infini_model.data.screen import screen_sources
-from infini_model.data.shares import make_share
 from infini_model.data.sources.files import Listing
 from infini_model.data.sources.listing import list_sources, using_raw_files
 from infini_model.runtime.errors import DataError, StageError, UserError
@@ -46,7 +45,6 @@ def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
             config.data,
             run.output_dir,
             datasets_dir=run.datasets_dir,
-            store=run.datasets_store,
             progress=write_progress,
         )
         return {"listing": str(write_listing(listing, config.data, run.datasets_dir))}
@@ -69,16 +67,11 @@ def _plan(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 def _shard(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     listing, data = read_record(arguments.listing, Listing), config.data_to_tokenize
     datasets_dir, store = config.run.datasets_dir, config.run.datasets_store
-    if data.share is not None:
-        listing, missing = make_share(listing, config, write_progress)
-        if missing:
-            return {"missing": missing}
-        write_listing(listing, data, datasets_dir)
     manifest = build_dataset(listing, data, datasets_dir, store=store, progress=write_progress)
     name = manifest.folder_name
     folder = (datasets_dir / name).resolve()
     address = None if store is None else f"{store}/{name}"
-    return {"folder": str(folder), "key": manifest.key, "address": address, "missing": 0}
+    return {"folder": str(folder), "key": manifest.key, "address": address}
 
 
 def _evaluate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:

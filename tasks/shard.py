@@ -73,33 +73,17 @@ def use_dataset(config: Config) -> Dataset:
 def shard(config: Config, listing: Path, weights: InitialWeights | None = None) -> Dataset:
     """Tokenise the files in the listing of `download` into a dataset, or reuse what already exists.
 
-    `weights` are those whose tokenizer `data.tokenizer.spec: model` means. Raises `DataError` if
-    only `data.share` of the dataset is made.
+    `weights` are those whose tokenizer `data.tokenizer.spec: model` means.
     """
     config = config if weights is None else weights.pinned_in(config)
     config = config.updated(data={"folder": None})
-    dataset = build_dataset(config, listing)
-    if dataset.missing:
-        raise DataError(f"data.share: {share_made(config, dataset)}, so there is no dataset yet")
-    return dataset
-
-
-def share_made(config: Config, dataset: Dataset) -> str:
-    """What is done of a dataset that has `missing` partitions."""
-    missing = f"{dataset.missing:,} partitions of other shares are missing"
-    return f"{config.data.share} is done; {missing}"
-
-
-def build_dataset(config: Config, listing: Path) -> Dataset:
-    """Build the dataset, which with `data.share` may have `missing` partitions."""
     log, stage, name = get_run_logger(), config.stages.shard, config.data.name
     plan = run_with_retries(_plan, stage, "plan", name, config, listing)
     if plan.fault:
         log.warning("%s; rebuilding its partition", plan.fault)
     subject = f"{name}-{plan.key:.16}"
     dataset = run_with_retries(_build, stage, "shard", subject, config, listing, plan)
-    if not dataset.missing:
-        log.info("Dataset %s is %s", dataset.place, "reused" if dataset.intact else "ready")
+    log.info("Dataset %s is %s", dataset.place, "reused" if dataset.intact else "ready")
     return dataset
 
 
@@ -129,12 +113,10 @@ def _build(config: Config, listing: Path, plan: Dataset) -> Dataset:
         message = f"{plan.place} is intact"
         return cast("Dataset", Completed(name="Reused", message=message, data=plan))
     made = run_stage("shard", config, config.stages.shard, "--listing", str(listing))
-    # Only the last share knows all files, and so the key.
     dataset = Dataset.model_validate(plan.model_dump() | made)
-    if not dataset.missing:
-        manifest = _show(dataset)
-        if plan.fault is None:
-            _announce(dataset, manifest)
+    manifest = _show(dataset)
+    if plan.fault is None:
+        _announce(dataset, manifest)
     return dataset
 
 

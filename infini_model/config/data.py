@@ -46,14 +46,6 @@ Units = Annotated[
 ]
 
 
-def _is_share(value: str) -> bool:
-    number, _, count = value.partition("/")
-    return bool(re.fullmatch(r"\d+/\d+", value)) and 1 <= int(number) <= int(count)
-
-
-Share = Annotated[str, takes("I/N with 1 <= I <= N, such as 2/4", _is_share)]
-
-
 Template = Annotated[str, takes("a Jinja template", lambda value: "{{" in value or "{%" in value)]
 # Keys and kinds of a source, for which a source of that name would be taken.
 RESERVED = frozenset({"kind", "paths", "repository", "files", "hub"})
@@ -245,9 +237,6 @@ class DataConfig(Section):
     """GPUs that a task on Ray reserves if data.device is cuda; with 0.5, two tasks share one."""
     ray_memory_gigabytes: PositiveFloat | None = None
     """Memory that a task on Ray reserves, in GB; null (default) is none."""
-    share: Share | None = None
-    """Part of the partitions to make, as I/N: the I-th of N shares, each made by a command of its
-    own; the last one to finish assembles the dataset. null (default) is all of them."""
     workers: NonNegativeInt = 0
     """Threads that read and tokenise, each a partition; 0 (default) is one per available core, plus
     one. With 1 nothing else is used; otherwise the last partition has all cores."""
@@ -277,15 +266,8 @@ class DataConfig(Section):
         templates = {each.template for each in self.named_sources.values() if each.pairs}
         if len(templates) > 1:
             yield "the conversations of all sources take one form; give them the same template"
-        if self.share and any(each.screen for each in self.named_sources.values()):
-            yield "share: screening compares all documents; leave share or screen out"
         if self.engine == "ray" and self.device not in ("auto", "cpu", "cuda"):
             yield f"device {self.device} needs engine=local; Ray takes cpu or cuda"
-
-    @property
-    def share_of(self) -> tuple[int, int]:
-        number, _, count = (self.share or "1/1").partition("/")
-        return int(number), int(count)
 
 
 def _multiples(schedule: dict[float, int]) -> dict[float, int]:

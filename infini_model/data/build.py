@@ -168,18 +168,17 @@ def _split_record(split: Split, records: Mapping[str, Sequence[PartitionRecord]]
 def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) -> RequestedDataset:
     """The dataset that the files of its sources become. Trains the tokenizer if it has to be.
 
-    No text is read, but for training it, and files that this share has not read are left out.
-    Raises `DataError` in one line for a bad tokenizer or a Parquet file that cannot be read.
+    No text is read, but for training it. Raises `DataError` in one line for a bad tokenizer or a
+    Parquet file that cannot be read.
     """
     facts = fact_cache(datasets.folder)
     target_bytes = config.partition_megabytes * MEBIBYTE
-    files, readings = dict[str, list[FileRange]](), dict[str, Reading]()
-    partitions: dict[str, list[Partition]] = {}
+    readings, partitions = dict[str, Reading](), dict[str, list[Partition]]()
     for name, source in config.named_sources.items():
-        files[name] = [part for part in listing.sources[name] if part.file.fingerprint]
         readings[name] = reading_of(source)
         with named_settings(name):
-            partitions[name] = plan_partitions(files[name], readings[name], target_bytes, facts)
+            files = listing.sources[name]
+            partitions[name] = plan_partitions(files, readings[name], target_bytes, facts)
     facts.save()
     tokenizer, pin = dataset_tokenizer(
         [(readings[name], each.ranges) for name, parts in partitions.items() for each in parts],
@@ -203,7 +202,8 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
     sources = []
     for name, reading in readings.items():
         common = CommonSpec(reading, record, config.splits)
-        sources.append(RequestedSource(name, files[name], common, common.keyed(partitions[name])))
+        keyed = common.keyed(partitions[name])
+        sources.append(RequestedSource(name, listing.sources[name], common, keyed))
     keys = {each.name: [key for key, _ in each.partitions] for each in sources}
     # Names of sources belong to the key: by them a training weighs what it reads.
     key = storage.content_key(keys.get("", keys))
@@ -260,8 +260,7 @@ def build_dataset(
         else:
             began = time.monotonic()
             engine = make_engine(config, wanted.tokenizer)
-            what = f"dataset {datasets.place}/{name}"
-            records = make_partitions(wanted, wanted.build.partitions, what, engine, progress)
+            records = _make_partitions(wanted, engine, progress)
             _check_documents(wanted, records)
             manifest = wanted.manifest(records, time.monotonic() - began)
             datasets.write(manifest, wanted.tokenizer)
@@ -293,22 +292,16 @@ def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
         log.warning("data.source.separator: %s", none)
 
 
-def make_partitions(
-    wanted: RequestedDataset,
-    keys: Sequence[str],
-    what: str,
-    engine: Engine,
-    progress: OnProgress | None,
+def _make_partitions(
+    wanted: RequestedDataset, engine: Engine, progress: OnProgress | None
 ) -> dict[str, PartitionRecord]:
-    """Return the partitions of some keys; make those that are missing.
-
-    `what` they are is for messages.
-    """
-    datasets = wanted.datasets
+    """Return the partitions of a dataset; make those that are missing."""
+    datasets, keys = wanted.datasets, wanted.build.partitions
     records = datasets.find_partitions(keys)
     missing = wanted.specs(set(keys) - records.keys())
     count = "1 partition" if len(missing) == 1 else f"{len(missing):,} partitions"
-    log.info("%s: %s to make, %s present", what, count, f"{len(records):,}")
+    place, present = f"{datasets.place}/{wanted.folder.name}", f"{len(records):,}"
+    log.info("dataset %s: %s to make, %s present", place, count, present)
     done, total = 0, sum(spec.bytes for spec in missing)
 
     def advance(count: int) -> None:
@@ -346,8 +339,7 @@ class Dataset(Record):
 
     `address` is the dataset in an object store, of which the folder is a working copy. `intact`
     means that it was found complete and undamaged; `fault` says in one line what is wrong with an
-    existing dataset that was not. `new` and `reused` count partitions, and so does `missing` those
-    that other shares (`data.share`) have yet to make.
+    existing dataset that was not. `new` and `reused` count partitions.
     """
 
     key: str
@@ -356,7 +348,6 @@ class Dataset(Record):
     intact: bool
     new: int = 0
     reused: int = 0
-    missing: int = 0
     fault: str | None = None
 
     @property
@@ -386,7 +377,7 @@ def plan_dataset(listing: Listing, config: Config) -> Dataset:
     register_build(wanted.folder, wanted.build)
     name, keys, fault = wanted.folder.name, set(wanted.build.partitions), None
     try:
-        intact = not listing.unread and datasets.find(name) is not None
+        intact = datasets.find(name) is not None
     except DataError as error:
         intact, fault = False, str(error)
     if intact:

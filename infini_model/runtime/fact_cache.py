@@ -47,11 +47,6 @@ class FactCache:
         """Remember a fact, from the next `save` on also for other processes."""
         self._new[key] = [value, self._today]
 
-    def refresh(self) -> None:
-        """Save the new facts, and read those that others have saved."""
-        self.save()
-        self.__dict__.pop("_facts", None)
-
     def save(self) -> None:
         """Write the new facts to the file; where that is impossible they are found again later."""
         new, self._new = self._new, {}

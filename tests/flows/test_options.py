@@ -92,7 +92,6 @@ NODES = "launch.num_nodes=2 launch.rdzv_endpoint=host:29500 run.name=shared"
         (TRAININGS, "--gpu 0 --gpu-device cuda:1", "launch.gpus=0 data.device=cuda:1"),
         (["preprocess"], "--gpu-id 1", "data.device=cuda:1"),
         (["preprocess"], "--no-gpu", "data.device=cpu"),
-        (["preprocess"], "--share 2/4", "data.share=2/4"),
         (["run", "train", "doctor", "preprocess"], "--batch-size 3", "training.batch_size=3"),
         (["run", "preprocess"], "--data-dir there", "run.data_dir=there"),
         (["train", "evaluate"], "-d there", "data.folder=there"),

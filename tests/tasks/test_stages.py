@@ -30,13 +30,11 @@ from prefect.states import Failed
 from serving import Server
 
 from infini_model.config import ModelConfig, load_config
-from infini_model.data.manifest import read_manifest
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime import processes
-from infini_model.runtime.errors import ConfigError, DataError, StageError
+from infini_model.runtime.errors import ConfigError, StageError
 from infini_model.runtime.storage import make_folder
 from infini_model.training.initial_weights import read_initial_weights
-from tasks import shard
 from tasks.download import download
 from tasks.stage import _outcome, is_worth_a_retry
 
@@ -86,21 +84,6 @@ def test_a_silent_host_is_retried_and_no_mistake(
     assert flow_run(server, output)["state_type"] == "FAILED"
 
 
-@pytest.mark.story
-def test_the_last_share_puts_the_dataset_together(connected: Environment, tmp_path: Path) -> None:
-    texts = write_texts(tmp_path / "texts", 40, words=15_000)
-    settings = write_settings(tmp_path / "settings.yaml", tiny(texts, tmp_path / "output"))
-    command = ("preprocess", "--config", settings, "data.partition_megabytes=1", "--share")
-    *_, last = output_of(connected, *command, "1/2").splitlines()
-    assert re.fullmatch(r"Share 1/2 is done; \d+ partitions of other shares are missing", last)
-    datasets = tmp_path / "output" / "datasets"
-    assert not list(datasets.glob("tiny-*"))
-    output = output_of(connected, *command, "2/2")
-    (folder,) = datasets.glob("tiny-*")
-    assert output.splitlines()[-1] == f"Dataset: {folder}"
-    assert read_manifest(folder).corpus.documents == 40
-
-
 @pytest.mark.parametrize(
     ("number", "is_worth"),
     [(signal.SIGABRT, False), (signal.SIGSEGV, False), (signal.SIGKILL, True), (0, True)],
@@ -115,13 +98,7 @@ def test_a_stage_that_aborts_is_not_retried(number: int, is_worth: bool) -> None
     assert asyncio.run(is_worth_a_retry(None, None, state)) == is_worth  # type: ignore[arg-type]
 
 
-def test_what_is_no_dataset_or_place_for_one(
-    monkeypatch: pytest.MonkeyPatch, dataset: Path
-) -> None:
-    share = shard.Dataset(key="key", folder=Path("datasets/a-1"), intact=False, missing=3)
-    monkeypatch.setattr(shard, "build_dataset", lambda *_: share)
-    with pytest.raises(DataError, match=r"^data\.share: 1/2 is done; 3 partitions of other shares"):
-        shard.shard(load_config(overrides=["data.share=1/2"]), Path("listing.json"))
+def test_a_dataset_is_no_place_for_datasets(dataset: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^run\.data_dir: {dataset} is a finished dataset"):
         download(load_config(overrides=[f"run.data_dir={dataset}"]))
 

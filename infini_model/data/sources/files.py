@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -97,11 +97,6 @@ class Listing(Record):
         """The files of all sources."""
         return [part for ranges in self.sources.values() for part in ranges]
 
-    @property
-    def unread(self) -> list[FileRange]:
-        """The files without a fingerprint, which other shares of the dataset read."""
-        return [part for part in self.ranges if not part.file.fingerprint]
-
 
 def local_version(stat: os.stat_result) -> str:
     """Describe a local file by what changes whenever it is written: inode, size, mtime and ctime.
@@ -121,17 +116,13 @@ def local_files(paths: Iterable[str]) -> list[SourceFile]:
     ]
 
 
-def fingerprint(
-    files: Sequence[SourceFile], facts: FactCache, unread: Container[str] = ()
-) -> list[SourceFile]:
+def fingerprint(files: Sequence[SourceFile], facts: FactCache) -> list[SourceFile]:
     """Files with the fingerprints that are missing: SHA-256, read only if that is no fact yet.
 
-    Of those whose addresses are in `unread` it stays empty then. Raises `DataError` that names an
-    unreadable file.
+    Raises `DataError` that names an unreadable file.
     """
     known = {each.version: facts.get(each.version) for each in files if not each.fingerprint}
-    lacking = (each for each in files if not each.fingerprint and known[each.version] is None)
-    new = [each for each in lacking if each.address not in unread]
+    new = [each for each in files if not each.fingerprint and known[each.version] is None]
     # To hand a small file to a thread takes longer than to read it.
     large = [each.address for each in new if each.bytes >= storage.SMALL_BYTES]
     with ThreadPoolExecutor(max_workers=min(8, available_cores())) as pool:
@@ -147,8 +138,8 @@ def fingerprint(
                 facts.put(each.version, found)
     return [
         each
-        if each.fingerprint or (checksum := known[each.version]) is None
-        else each.model_copy(update={"fingerprint": f"sha256:{checksum}"})
+        if each.fingerprint
+        else each.model_copy(update={"fingerprint": f"sha256:{known[each.version]}"})
         for each in files
     ]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from infini_model.config import MEBIBYTE, DataConfig, FilesSource, HubSource
+from infini_model.config import DataConfig, FilesSource, HubSource
 from infini_model.config.data import Source
 from infini_model.config.locations import is_store
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
@@ -25,7 +25,7 @@ from infini_model.data.sources.files import (
     fingerprint,
     local_files,
 )
-from infini_model.data.sources.formats import check_format, text_of_file, whole_file
+from infini_model.data.sources.formats import check_format, whole_file
 from infini_model.data.sources.rows import Reading
 from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
@@ -36,8 +36,6 @@ from infini_model.runtime.stage_protocol import OnProgress
 log = logging.getLogger(__name__)
 
 STDLIB = "{stdlib}"
-# A file with more than so many times the text of a mean share is divided itself.
-MOST_OF_A_SHARE = 1.5
 # Folders below the standard library that are not part of it.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -47,16 +45,14 @@ def list_sources(
     output_dir: Path,
     *,
     datasets_dir: Path | None = None,
-    store: str | None = None,
     progress: OnProgress | None = None,
 ) -> Listing:
     """List the files of the sources with their fingerprints; download those that need it.
 
     Files at http addresses are downloaded to `<output_dir>/raw/`, once, resuming earlier attempts.
     All others, also those on the hub and in object stores, are read later. A local file is only
-    read for its checksum, and only if no machine has done so since it was written. With
-    `data.share` and no `store`, where all shares see the same folder of datasets, some are left to
-    other shares (`Listing.unread`). `progress(done, total)` counts the bytes of the downloads.
+    read for its checksum, and only if no machine has done so since it was written.
+    `progress(done, total)` counts the bytes of the downloads.
 
     Raises `DataError` in one line that names the file or the address, `StoreError` if a store
     refuses; `UnreachableError` if a retry may help; `UserError` on a full disk.
@@ -67,44 +63,12 @@ def list_sources(
     for name, source in config.named_sources.items():
         with named_settings(name):
             listed[name] = _list_source(source, raw_dir, progress)
-    listing = Listing(sources=listed)
-    others = set[str]()
-    if config.share is not None:
-        share_of, (number, count) = divide_files(listing, config), config.share_of
-        # Of the files that all shares need, each reads its part, and sees what others have read.
-        common = [part.file for part in listing.ranges if part.file.address not in share_of]
-        fingerprint(common[number - 1 :: count], facts)
-        facts.refresh()
-        # All files decide which text a tokenizer is trained on.
-        if store is None and config.tokenizer.spec != "train":
-            others = {each for each, owner in share_of.items() if owner != number}
-            # Each machine has its own copies of what it has downloaded.
-            others -= {each for each in others if each.startswith(f"{raw_dir}/")}
-    files = iter(fingerprint([part.file for part in listing.ranges], facts, others))
+    parts = [part for ranges in listed.values() for part in ranges]
+    files = iter(fingerprint([part.file for part in parts], facts))
     facts.save()
     for ranges in listed.values():
         ranges[:] = [part.model_copy(update={"file": next(files)}) for part in ranges]
     return Listing(sources=listed)
-
-
-def divide_files(listing: Listing, config: DataConfig) -> dict[str, int]:
-    """Choose the share, from 1, that alone reads a file and makes its partitions, by its address.
-
-    Files that have partitions together, and those with more text than a share should have, are
-    read by all shares, which divide their partitions. Sizes decide, so that the division is known
-    before any file is read.
-    """
-    _, count = config.share_of
-    target = config.partition_megabytes * MEBIBYTE
-    alone = [part for part in listing.ranges if text_of_file(part) > target]
-    most = MOST_OF_A_SHARE * sum(map(text_of_file, alone)) / count
-    loads, share_of = [0] * count, dict[str, int]()
-    for part in sorted(alone, key=text_of_file, reverse=True):
-        if text_of_file(part) <= most and part.file.address not in share_of:
-            least = loads.index(min(loads))
-            loads[least] += text_of_file(part)
-            share_of[part.file.address] = least + 1
-    return share_of
 
 
 @contextlib.contextmanager

@@ -1,27 +1,23 @@
-"""Who makes partitions: threads, GPUs, shares or other processes all make the same ones, once."""
+"""Who makes partitions: threads, GPUs or other processes all make the same ones, once."""
 
-import gzip
 import os
-import random
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from corpora import build, files_config, make_texts, shard_bytes, write_files
+from corpora import build, files_config, make_texts, write_files
 
-from infini_model.config import Config, DataConfig
-from infini_model.data.build import build_dataset, plan_dataset, requested_dataset
+from infini_model.config import DataConfig
+from infini_model.data.build import build_dataset, requested_dataset
 from infini_model.data.datasets import Datasets
 from infini_model.data.engines import LocalEngine, devices_of
 from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
-from infini_model.data.shares import make_share
-from infini_model.data.sources import files
 from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.load import usable_device
@@ -106,124 +102,11 @@ def made(output_dir):
     return {path.name for path in (output_dir / "datasets" / ".partitions").glob("[!.]*")}
 
 
-class Share:
-    """A share of a dataset, made as if by a machine of its own that sees the same folders."""
-
-    def __init__(self, config, output, number, count):
-        self.config = config.model_copy(update={"share": f"{number}/{count}"})
-        self.output = output
-
-    def make(self):
-        """The number of partitions that are still missing; lists the files first."""
-        fact_cache.cache_clear()
-        listing = list_sources(self.config, self.output)
-        config = Config(data=self.config, run={"output_dir": self.output})
-        return make_share(listing, config)[1]
-
-
-@pytest.mark.parametrize("count", [3, 20])
-def test_shares_in_any_order_make_each_partition_once_for_the_same_dataset(
-    tmp_path, several, count
-):
-    """Of more shares than partitions, some are empty."""
-    expected, _ = build(several, tmp_path / "whole")
-    total, output = len(set(expected.partitions)), tmp_path / "shares"
-    parts = []
-    for number in random.Random(0).sample(range(1, count + 1), count):
-        before = made(output)
-        missing = Share(several, output, number, count).make()
-        parts.append(made(output) - before)
-        assert len(parts[-1]) in (total // count, total // count + 1)
-        assert missing == total - len(made(output))
-    assert missing == 0
-    assert not list((output / "datasets").glob("corpus-*"))
-    manifest = build_dataset(list_sources(several, output), several, output / "datasets")
-    assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
-    assert manifest.splits == expected.splits
-    # They do not depend on each other.
-    Share(several, tmp_path / "elsewhere", number, count).make()
-    assert made(tmp_path / "elsewhere") == parts[-1]
-
-
-@pytest.fixture
-def sources_read(monkeypatch):
-    """The names of the source files whose checksums were computed."""
-    read, sha256 = [], storage.sha256
-
-    def noted(path):
-        if str(path).endswith((".txt", ".gz")):
-            read.append(Path(path).name)
-        return sha256(path)
-
-    monkeypatch.setattr(storage, "sha256", noted)
-    monkeypatch.setattr(files, "SETTLED_NANOSECONDS", -1)
-    return read
-
-
-def test_a_large_file_is_read_by_one_share_and_no_file_twice(tmp_path, sources_read):
-    texts = make_texts(60)
-    raw = write_files(tmp_path / "raw", texts[:40])
-    for number, text in enumerate(texts[40:48]):
-        (raw / f"large-{number}.txt").write_text(text * (2500 + 100 * number))
-    (raw / "packed.txt.gz").write_bytes(
-        gzip.compress(random.Random(0).randbytes(1 << 19).hex().encode())
-    )
-    config = files_config(raw / "*", partition_megabytes=1, workers=1)
-    expected, _ = build(config, tmp_path / "whole")
-    everything, output = sorted(sources_read), tmp_path / "shares"
-    assert sum(path.stat().st_size > 1 << 20 for path in raw.iterdir()) >= 4
-    sources_read.clear()
-    alone, before, missing = [], set(), []
-    for number in range(1, 5):
-        missing.append(Share(config, output, number, 4).make())
-        now = made(output)
-        alone.append(len(now - before))
-        before = now
-    assert sorted(sources_read) == everything
-    assert min(alone) > 0
-    assert missing == sorted(missing, reverse=True)
-    assert missing[-1] == 0 < missing[-2]
-    manifest = build_dataset(list_sources(config, output), config, output / "datasets")
-    assert sorted(sources_read) == everything
-    assert manifest.splits == expected.splits
-    assert shard_bytes(output) == shard_bytes(tmp_path / "whole")
-
-
-def test_a_share_that_does_not_know_all_files_is_no_earlier_dataset(tmp_path, sources_read):
-    raw = write_files(tmp_path / "texts", make_texts(8))
-    config = files_config(raw / "*", partition_megabytes=1, workers=1)
-    earlier, _ = build(config, tmp_path)
-    for number in range(3):
-        (raw / f"large-{number}.txt").write_text(f"{number}" * (2 << 20))
-    share = Share(config, tmp_path, 4, 4)
-    listing = list_sources(share.config, tmp_path)
-    # None of the new files is its own, so it knows those of the earlier dataset.
-    assert len(listing.unread) == 3
-    plan = plan_dataset(listing, Config(data=share.config, run={"output_dir": tmp_path}))
-    assert plan.key == earlier.key
-    assert not plan.intact
-    assert share.make() == 6
-
-
-def test_a_file_larger_than_a_share_is_divided(tmp_path, sources_read):
-    (tmp_path / "one.txt").write_text("".join(f"{text}\n" for text in make_texts(3000)))
-    config = files_config(tmp_path / "one.txt", partition_megabytes=1, workers=1)
-    source = config.source.model_copy(update={"separator": "\n"})
-    config = config.model_copy(update={"source": source})
-    sizes = []
-    for number in (1, 2):
-        before = made(tmp_path)
-        Share(config, tmp_path, number, 2).make()
-        sizes.append(len(made(tmp_path) - before))
-    assert min(sizes) > 0
-    assert sources_read == ["one.txt"]
-
-
 def test_shards_of_others_are_not_read_to_assemble_nor_to_plan(tmp_path, several, monkeypatch):
-    """As if a cluster, or the machines of other shares, had made them in a folder that all see."""
+    """As if a cluster had made them in a folder that all see."""
     listing, datasets_dir = list_sources(several, tmp_path), tmp_path / "datasets"
-    for number in (1, 2):
-        Share(several, tmp_path, number, 2).make()
+    _, folder = build(several, tmp_path)
+    shutil.rmtree(folder)
     fact_cache.cache_clear()
     read, plain = [], storage.sha256
     monkeypatch.setattr(storage, "sha256", lambda path: read.append(path) or plain(path))

@@ -170,11 +170,9 @@ def test_a_source_without_documents_is_refused(tmp_path):
         run(settings, tmp_path)
 
 
-def test_conversations_and_shares_are_refused(tmp_path):
+def test_conversations_are_refused():
     with pytest.raises(ValueError, match="screen takes texts; leave it out beside pairs"):
         DataConfig(source={"paths": "x.jsonl", "pairs": True, "screen": {}})
-    with pytest.raises(ValueError, match="share: screening compares all documents"):
-        DataConfig(source={"paths": "x.jsonl", "screen": {}}, share="1/2")
 
 
 def test_without_datatrove_the_command_that_installs_it_is_named(tmp_path, monkeypatch):

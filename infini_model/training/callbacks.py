@@ -102,9 +102,6 @@ class Callback:
     def before_step(self, number: int) -> None:
         """Step `number` begins; on a GPU the one before it may still be computed."""
 
-    def before_collective(self) -> None:
-        """A collective operation of the step starts, which may wait for the other ranks."""
-
     def after_gradients(self) -> None:
         """This rank's gradients are computed, or launched on a GPU.
 

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,13 +115,11 @@ def compute_gradients(
     batches: Sequence[Batch],
     world: World,
     scaler: torch.amp.GradScaler,
-    before_collective: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward: the gradients of the mean loss over the global batch.
 
     `batches` are this rank's micro-batches. In fp16 the gradients are multiplied by the scale of
-    `scaler`. `before_collective` is called before each operation that may wait for the other ranks,
-    except those of FSDP within a forward pass.
+    `scaler`.
 
     Returns:
         The sum of this rank's token losses, [1] float64, and the divisor over all ranks, [] int64:
@@ -129,7 +127,6 @@ def compute_gradients(
     """
     micro_batches = [model.objective.inputs(batch) for batch in batches]
     counts = torch.stack([inputs.counted.sum() for inputs in micro_batches])
-    before_collective()
     targets = world.sum(counts.sum())
     # DDP and FSDP average over the ranks.
     scale = (world.size / targets.clamp(min=1)).float()
@@ -137,7 +134,6 @@ def compute_gradients(
     for index, inputs in enumerate(micro_batches):
         with model.sync(last=index + 1 == len(micro_batches)):
             loss = model(inputs)
-            before_collective()
             scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total, targets
@@ -203,20 +199,15 @@ class Trainer:
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
 
         self.optimizer.zero_grad(set_to_none=True)
-        announce = partial(self._callbacks.call, Callback.before_collective)
-        rank_loss, targets = compute_gradients(
-            self.model, batches, self.world, self.scaler, announce
-        )
+        rank_loss, targets = compute_gradients(self.model, batches, self.world, self.scaler)
         overflowed = torch.zeros_like(self._failed)
         if self.scaler.is_enabled():
             overflowed = self.scaler.unscale_and_update(self.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._callbacks.call(Callback.before_collective)
         norm = full_tensor(get_total_norm(gradients))
         self._callbacks.call(Callback.after_gradients)
         # One reduction sums the loss and shares the stop signals that the ranks have received.
         sums = torch.cat([rank_loss, self._stops.counts()])
-        self._callbacks.call(Callback.before_collective)
         loss = self.world.sum(sums)[0] / targets.clamp(min=1)
 
         # Every rank has the same numbers. Either optimizer takes no step where `found_inf` is 1.

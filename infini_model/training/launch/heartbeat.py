@@ -4,10 +4,8 @@ At every step each rank rewrites `logs/heartbeats/rank-N`, a line of fixed width
 allowed until the next one. The launcher polls these files and measures silence by its own clock
 only, so neither clock skew nor suspending the whole machine causes a false alarm.
 
-If one rank hangs, the others wait for it. So each also notes how far it has come within its step
-before it may have to wait: the rank that is behind the others is named. Within a backward pass,
-under FSDP within a forward pass, and with Muon within the optimizer's step, the ranks wait where
-none can note it, and no rank is named.
+If one rank hangs, the others wait for it. On GPUs their hosts launch one more step before they do:
+the rank that is behind the others is named. On the CPU all wait within the same step, and none is.
 """
 
 from __future__ import annotations
@@ -38,15 +36,11 @@ STACKS_SECONDS = 1.0
 
 
 class Beat(NamedTuple):
-    """A heartbeat: its `number`, the `allowed` seconds until the next one, and the process id.
-
-    `position` counts the collective operations that the rank has begun since.
-    """
+    """A heartbeat: its `number`, the `allowed` seconds until the next one, and the process id."""
 
     number: int
     allowed: float
     pid: int
-    position: int
 
 
 def _path(run_dir: Path, rank: int) -> Path:
@@ -57,9 +51,8 @@ def _read(run_dir: Path, ranks: Iterable[int]) -> Iterator[tuple[int, Beat]]:
     """The last heartbeat of each rank that has begun and not ended."""
     for rank in ranks:
         with contextlib.suppress(FileNotFoundError, ValueError):
-            words = _path(run_dir, rank).read_text(encoding="ascii").split()
-            number, allowed, pid, position = words
-            yield rank, Beat(int(number), float(allowed), int(pid), int(position))
+            number, allowed, pid = _path(run_dir, rank).read_text(encoding="ascii").split()
+            yield rank, Beat(int(number), float(allowed), int(pid))
 
 
 class Heartbeat(Callback):
@@ -76,7 +69,7 @@ class Heartbeat(Callback):
         faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._timeout = timeout
-        self._count = self._position = 0
+        self._count = 0
         self._gaps: deque[float] = deque(maxlen=31)
         self.expect_long_work()
 
@@ -84,11 +77,6 @@ class Heartbeat(Callback):
         """Write a heartbeat that allows for long work."""
         self._stepped: float | None = None
         self._beat(PAUSE_LIMIT_SECONDS)
-
-    def before_collective(self) -> None:
-        """Note how far this rank has come; the time allowed since the last heartbeat remains."""
-        self._position += 1
-        self._write()
 
     def after_gradients(self) -> None:
         """Write a heartbeat that allows for one more step."""
@@ -105,11 +93,7 @@ class Heartbeat(Callback):
 
     def _beat(self, allowed: float) -> None:
         self._count += 1
-        self._position, self._allowed = 0, allowed
-        self._write()
-
-    def _write(self) -> None:
-        line = f"{self._count:12} {self._allowed:12.3f} {os.getpid():12} {self._position:12}\n"
+        line = f"{self._count:12} {allowed:12.3f} {os.getpid():12}\n"
         with named_os_errors(self._path):
             os.pwrite(self._file, line.encode("ascii"), 0)
 
@@ -175,8 +159,8 @@ class HangDetector:
         if not silent:
             return None
         allowed = self._beats[silent[0]].allowed
-        reached = {rank: (beat.number, beat.position) for rank, beat in self._beats.items()}
-        behind = [rank for rank, place in reached.items() if place == min(reached.values())]
+        least = min(beat.number for beat in self._beats.values())
+        behind = [rank for rank, beat in self._beats.items() if beat.number == least]
         return self._hang(
             f"no step within {allowed:g} s; the stacks are in {self._run_dir / 'logs'}",
             # If several ranks are behind, they wait for each other and none can be blamed.

@@ -7,7 +7,6 @@ import importlib.util
 import math
 import os
 import platform
-import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -48,18 +47,6 @@ def available_memory() -> int:
         if limit.isdecimal():
             available = min(available, int(limit) - int(used) + int(cached))
     return max(0, available)
-
-
-def peak_memory() -> int | None:
-    """The most bytes that this process had in memory since the last call; None if not on Linux."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        # As proc(5) says, it resets what the process had at most to what it has now.
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return peak and int(peak[1]) * 1024
 
 
 def _cgroups(controller: str) -> Iterator[Path]:

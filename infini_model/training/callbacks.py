@@ -40,8 +40,7 @@ class Step:
         overflowed: Whether gradients overflowed in fp16, so that the update was skipped.
         first_window: Windows read before those of the step, over all ranks.
         windows_read: Windows read with them.
-        peak_bytes: Most memory that this rank held at once during the step, on a GPU that of its
-            tensors, on the CPU that of the process; None where the platform does not say.
+        peak_bytes: Most memory of this rank's tensors at once during the step; None on the CPU.
         seconds: Wall-clock time of the step.
         wait_seconds: How much of it the step waited for its batches.
     """

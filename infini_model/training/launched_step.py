@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infini_model.runtime.machine import peak_memory
 from infini_model.runtime.processes import STOPS
 from infini_model.training.callbacks import Step
 from infini_model.training.distributed import received_stop
@@ -72,9 +71,9 @@ def copy_to_host(*numbers: Tensor) -> Tensor:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory in use at once since the last call, as in `Step`."""
+    """The most memory of tensors at once since the last call; None on the CPU."""
     if device.type != "cuda":
-        return peak_memory()
+        return None
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak

@@ -11,7 +11,6 @@ import pytest
 from curves import curve, repeatable, weights
 from stopping import StopAfter
 
-from infini_model.runtime.machine import peak_memory
 from infini_model.training.garbage_collection import STEPS, GarbageCollection
 from infini_model.training.profiling import OPERATORS, profile_files
 from infini_model.training.train import train
@@ -70,18 +69,6 @@ def test_a_profile_that_cannot_be_written_costs_a_warning(dataset, make_config, 
         train(make_config(logging={"profile": {"start": 2}}), dataset, tmp_path)
     assert "cannot write the profile" in caplog.text
     assert list(curve(tmp_path, "train/loss")) == list(range(1, 13))
-
-
-def test_the_peak_of_each_step_is_recorded_and_begins_anew(dataset, make_config, tmp_path):
-    train(make_config(), dataset, tmp_path)
-    peaks = curve(tmp_path, "train/peak_memory_megabytes")
-    assert list(peaks) == list(range(1, 13))
-    assert all(peak > 50 for peak in peaks.values())
-    peak_memory()
-    block = bytearray(b"x") * (256 << 20)
-    del block
-    with_block = peak_memory()
-    assert with_block - peak_memory() > 200 << 20
 
 
 class Cycle:

@@ -94,6 +94,8 @@ def test_each_precision_learns_as_float32_on_the_cpu_and_a_run_may_move_there(
         assert rough == pytest.approx(exact, abs=rounding), precision
         assert rough != exact or precision == "fp32"
         assert not curve(run_dir, "train/skipped_steps")
+        peaks = curve(run_dir, "train/peak_memory_megabytes")
+        assert min(peaks.values()) > 0, precision
         for file in ("model/model.safetensors", "optimizer.safetensors"):
             saved = load_file(newest_checkpoint(run_dir) / file)
             assert {tensor.dtype for tensor in saved.values()} == {torch.float32}

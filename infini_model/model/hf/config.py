@@ -266,7 +266,8 @@ class _Sliding(BaseModel):
         elif self.layer_types is not None:
             slides = "sliding_attention" in self.layer_types
         elif kind == "smollm3":
-            slides = self.use_sliding_window and config.no_rope_layer_interval > 0
+            layers, every = config.num_hidden_layers, config.no_rope_layer_interval
+            slides = self.use_sliding_window and 0 < every <= layers
         else:
             slides = self.use_sliding_window and self.max_window_layers < config.num_hidden_layers
         return self.sliding_window if slides else None

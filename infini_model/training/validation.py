@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from infini_model.data.loading.windows import validation_batches
 from infini_model.model.inspection import PLACES, effect
-from infini_model.model.memory import RULES
 from infini_model.runtime.metrics_file import Line
 from infini_model.training.callbacks import Callback, Evaluation
 from infini_model.training.parallel import full_tensor
@@ -23,11 +22,8 @@ from infini_model.training.setup import TrainingSetup
 
 # Windows of the probe, some of those that the validation scores; each costs as much as two.
 PROBE_WINDOWS = 8
-# Steps after the warm-up from which on warnings are due: before, read weights have hardly moved
-# and memories are hardly trained.
+# Steps after the warm-up from which on a warning is due: before, memories are hardly trained.
 SETTLED_STEPS = 100
-# A read weight whose strength changed less has not learned.
-UNMOVED = 0.001
 
 log = logging.getLogger(__name__)
 
@@ -105,22 +101,19 @@ def probe_memory(setup: TrainingSetup, split: str) -> dict[str, float]:
 
 
 class MemoryReports(Callback):
-    """Records the memory of the model, and warns once of each way in which it is of no use."""
+    """Records the memory of the model, and warns once if it hurts."""
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup, self._config = setup, setup.config
-        self._warned: set[str] = set()
+        self._has_warned = False
         # A window of one segment reads nothing.
-        is_read = self._config.packing.context_length > self._config.model.segment_length
-        self._rule = RULES.get(self._config.model.memory) if is_read else None
+        is_long = self._config.packing.context_length > self._config.model.segment_length
+        self._is_read = is_long and self._config.model.memory != "none"
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        """What the probe finds, and by layer `memory/layer_N/read_weight_mean` and so on.
-
-        Warns of what it finds.
-        """
+        """What the probe finds, and by layer `memory/layer_N/read_weight_mean` and so on."""
         setup = self._setup
-        if evaluation.split != "validation" or self._rule is None:
+        if evaluation.split != "validation" or not self._is_read:
             return {}
         found = dict[str, float]()
         for layer, heads in enumerate(setup.model.read_strengths(full_tensor)):
@@ -130,30 +123,20 @@ class MemoryReports(Callback):
             found[f"{prefix}_max"] = heads.max().item()
         found |= probe_memory(setup, evaluation.split)
         found = {name: value for name, value in found.items() if math.isfinite(value)}
-        for kind, sentence in self._findings(evaluation.step, found) if setup.world.is_main else ():
-            if kind not in self._warned:
-                log.warning("At step %d: %s", evaluation.step, sentence)
-                self._warned.add(kind)
+        if setup.world.is_main and not self._has_warned:
+            self._warn(evaluation.step, found)
         return found
 
-    def _findings(self, step: int, found: Line) -> Iterator[tuple[str, str]]:
-        """What the metrics of an evaluation are a reason to warn of: kinds, and sentences."""
-        if self._rule is None or step < self._config.training.warmup_steps + SETTLED_STEPS:
+    def _warn(self, step: int, found: Line) -> None:
+        """Warn if the metrics of an evaluation are a reason to."""
+        settled = self._config.training.warmup_steps + SETTLED_STEPS
+        if step < settled or "memory/probe_gain_error" not in found:
             return
-        ends = [value for name, value in found.items() if name.endswith(("_min", "_max"))]
-        start = self._rule.start(self._config.model)[self._rule.parameter_names[0]]
-        first = self._rule.strength(start)[0].item()
-        if all(abs(value - first) < UNMOVED for value in ends):
-            yield (
-                "read weights",
-                f"All read weights are still where they started after {step:,} steps. Raise "
-                "training.memory_learning_rate.",
+        gain, margin = found["memory/probe_gain"], 2.0 * found["memory/probe_gain_error"]
+        if (shown := effect(gain, gain - margin, gain + margin)) < 0.0:
+            log.warning(
+                "At step %d: The memory hurts: with the same weights the loss is %.*f lower "
+                "without it. Train longer, or without it: model.memory=none.",
+                *(step, PLACES, -shown),
             )
-        if "memory/probe_gain_error" in found:
-            gain, margin = found["memory/probe_gain"], 2.0 * found["memory/probe_gain_error"]
-            if (shown := effect(gain, gain - margin, gain + margin)) < 0.0:
-                yield (
-                    "gain",
-                    f"The memory hurts: with the same weights the loss is {-shown:.{PLACES}f} "
-                    "lower without it. Train longer, or without it: model.memory=none.",
-                )
+            self._has_warned = True

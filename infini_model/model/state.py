@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from infini_model.model.memory import RuleState
+
+# Dimensions of a tensor that has a slot for each token of the open segment, the third of them.
+SLOTTED = 4
 
 
 class LayerState(NamedTuple):
@@ -42,3 +48,34 @@ class State(NamedTuple):
         """A state with each row repeated so many times, one after the other."""
         repeated: State = tree_map_only(Tensor, lambda x: x.repeat_interleave(times, dim=0), self)
         return repeated
+
+    def rows(self, index: Sequence[int]) -> State:
+        """A copy of some rows."""
+        chosen: State = tree_map_only(Tensor, lambda x: x[list(index)], self)
+        return chosen
+
+    def to(self, device: torch.device) -> State:
+        """The state on a device, but for the positions."""
+        layers = tree_map_only(Tensor, lambda x: x.to(device), self.layers)
+        return State(layers, self.position)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(x.nbytes for x in tree_leaves(self) if isinstance(x, Tensor))
+
+    @staticmethod
+    def joined(states: Sequence[State]) -> State:
+        """A copy of the rows of all `states`; open segments get as many slots as the longest."""
+
+        def join(*parts: Tensor | None) -> Tensor | None:
+            tensors = [part for part in parts if part is not None]
+            if not tensors:
+                return None
+            if tensors[0].dim() == SLOTTED:
+                slots = max(part.size(2) for part in tensors)
+                tensors = [pad(part, (0, 0, 0, slots - part.size(2))) for part in tensors]
+            return torch.cat(tensors)
+
+        whole: State = tree_map(join, *states)
+        return whole

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,11 +27,13 @@ from infini_model.data.manifest import Manifest
 from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
-from infini_model.evaluation.prompt import Conversation
 from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
 from infini_model.runtime.claims import claim_run
+from infini_model.serving.engine import Engine
+from infini_model.serving.known_texts import KnownTexts
+from infini_model.serving.served import Conversation, Served
 from infini_model.training.train import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
@@ -150,10 +153,10 @@ def test_chat_has_the_form_of_the_runs_conversations(
     for checkpoint, template in ((run_dir, TEMPLATE), (folder, None)):
         tokenizer = tokenizer_of(folder, "here")
         assert tokenizer is not None
-        form = tokenizer.chat(template)
-        talk = Conversation(InfiniLlama.from_pretrained(folder), tokenizer, form, sampling)
-        turns = ["the stone", "a river"]
-        expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
+        model, turns = InfiniLlama.from_pretrained(folder), ["the stone", "a river"]
+        with closing(Engine(model, tokenizer, KnownTexts(10**9))) as engine:
+            talk = Conversation(Served("a", engine, tokenizer, tokenizer.chat(template), sampling))
+            expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
         stdin = "".join(f"{turn}\n" for turn in turns)
         said = done("chat", "--checkpoint", checkpoint, *GREEDY, stdin=stdin)
         assert said.stdout == f"{expected}> \n"

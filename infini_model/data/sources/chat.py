@@ -22,6 +22,7 @@ PLAIN_TEMPLATE = (
 )
 # Stands for an answer whose surroundings are looked for. No template changes a word.
 MARK = "a8f1b0c5d3e94726"
+ANSWERED = [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": MARK}]
 ADVICE = "; data.source.learn=last learns the last answer alone"
 
 # Errors of a template as it runs, besides Jinja's own, such as a division by zero.
@@ -112,13 +113,12 @@ class ChatTemplate:
         return len(prompt), len(prompt) + len(opening) + len(said) + len(closing)
 
     def next_turn(self, messages: Messages) -> str:
-        """The text between the assistant's last answer and its next one.
+        """The text between an answer of the assistant and its next one, which `messages` separate.
 
-        It begins with what closes an answer; `messages` end with the answer and the message that
-        follows it. Raises `DataError` as `render`, and if the form does not show answers verbatim.
+        It begins with what closes an answer. Raises `DataError` as `render`, and if the form does
+        not show answers verbatim.
         """
-        *before, answer, last = messages
-        text = self.render([*before, {**answer, "content": MARK}, last])
+        text = self.render([*ANSWERED, *messages])
         if text.count(MARK) != 1:
             raise DataError("the chat template does not show earlier answers as they were given")
         return text.partition(MARK)[2]
@@ -126,8 +126,7 @@ class ChatTemplate:
     @functools.cached_property
     def closing(self) -> str:
         """The text that closes an answer, stripped. Raises `DataError` as `render`."""
-        messages = [{"role": USER, "content": "."}, {"role": ASSISTANT, "content": MARK}]
-        return self.render(messages, asks=False).rpartition(MARK)[2].strip()
+        return self.render(ANSWERED, asks=False).rpartition(MARK)[2].strip()
 
 
 @functools.lru_cache(8)

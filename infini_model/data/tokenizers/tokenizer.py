@@ -194,10 +194,11 @@ def without_ends(ids: Any, bos_token_id: int | None, eos_token_id: int) -> np.nd
     return values[:-1] if len(values) and values[-1] == eos_token_id else values
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt as a document starts: with the beginning-of-text token, if any."""
+def prompt_ids(tokenizer: Tokenizer, prompt: str, *, follows: bool = False) -> list[int]:
+    """The ids of a prompt, which follows a text or begins with the beginning-of-text token."""
     ids: list[int] = tokenizer.encode_batch([prompt]).ids.tolist()
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+    begin = None if follows else tokenizer.bos_token_id
+    return ids if begin is None else [begin, *ids]
 
 
 def last_ids(tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:

@@ -64,7 +64,7 @@ def test_a_real_chat_template_gives_the_text_that_transformers_gives(name):
             text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
             assert chat.begin + chat.render(messages, asks=asks) == text
     # What is said in turns is what is said at once.
-    begun = chat.render(TALK[:1]) + TALK[1]["content"] + chat.next_turn(TALK)
+    begun = chat.render(TALK[:1]) + TALK[1]["content"] + chat.next_turn(TALK[2:])
     if name != "qwen3":  # which shows a thought in the last answer alone
         assert begun == chat.render(TALK)
 

@@ -420,9 +420,10 @@ def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
 
     Its memory holds all turns, at a cost that does not grow. Ctrl-D ends the talk.
     """
-    from infini_model.evaluation.prompt import begin_conversation
+    from infini_model.serving.served import Conversation, Served
 
-    talk = begin_conversation(asked.config, checkpoint or latest_run(asked.config))
+    served = Served.load(asked.config, checkpoint or latest_run(asked.config))
+    talk = Conversation(served, asked.config.run.seed)
     while True:
         try:
             # As in `_read_prompt`, what is typed need not be UTF-8.
@@ -435,6 +436,56 @@ def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
         for piece in talk.reply(text):
             typer.echo(piece, nl=False)
         typer.echo()
+
+
+@app.command()
+def api(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] KEY=VALUE",
+            help="Name or folder of a run, or a Hugging Face folder (default: the newest run), and "
+            "settings, such as evaluation.sample.temperature=0 for requests that give none.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key that clients must send. Keep it in INFINI_API_KEY, as command lines are "
+            "visible.",
+            envvar="INFINI_API_KEY",
+            show_envvar=False,
+        ),
+    ] = None,
+    cache_gigabytes: Annotated[
+        float,
+        typer.Option(help="Memory for the states of texts that were read, in GB.", min=0.0),
+    ] = 1.0,
+    output_dir: OutputDir = None,
+) -> None:
+    """Serve a model to OpenAI's clients: completions and chats.
+
+    A conversation costs the same however long it is. Ctrl-C ends it.
+    """
+    from flows import runs
+
+    name, overrides = runs.split_run(arguments or [])
+    places = {} if output_dir is None else {"output_dir": output_dir}
+    config = load_config(overrides=[{"run": places}, *overrides])
+    folder = runs.find_run_folder(config.run, name)
+
+    from flows.serving.api import serve_model
+
+    serve_model(
+        config,
+        folder,
+        host=host,
+        port=port,
+        key=api_key or None,
+        cache_gigabytes=cache_gigabytes,
+    )
 
 
 def _read_prompt(prompt: str | None, file: BinaryIO | None) -> str:

@@ -138,9 +138,7 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
 
     Raises `UserError` if there is none or it is in use, `ConfigError` if an override is wrong.
     """
-    name, overrides = None, list(arguments)
-    if overrides and "=" not in overrides[0]:
-        name = overrides.pop(0)
+    name, overrides = split_run(arguments)
     run_dir = _newest_resumable(places) if name is None else find_run_folder(places, name)
     await_owner(run_dir, places.store)
     if holder := run_holder(run_dir):
@@ -153,6 +151,13 @@ def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invoca
             return run_dir, None
     parameters = {"preset": None, "resume": run_dir.name, "advanced": advanced}
     return run_dir, Invocation(parameters, config)
+
+
+def split_run(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split `[RUN] [KEY=VALUE]...`."""
+    if arguments and "=" not in arguments[0]:
+        return arguments[0], list(arguments[1:])
+    return None, list(arguments)
 
 
 def to_branch(

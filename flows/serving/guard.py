@@ -15,12 +15,13 @@ import base64
 import hmac
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
@@ -67,16 +68,13 @@ def _same_origin_only(app: ASGIApp) -> ASGIApp:
     return guarded
 
 
-def _with_basic_auth(app: ASGIApp, auth_string: str) -> ASGIApp:
-    """Require "user:password" on every path except /health (401)."""
-    expected = b"Basic " + base64.b64encode(auth_string.encode())
+def with_authorization(app: ASGIApp, expected: str, refusal: Response) -> ASGIApp:
+    """Answer by `refusal`, unless the header has the `expected` value; not on /health."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(given.encode(), expected):
-                ask = {"WWW-Authenticate": 'Basic realm="infini serve"'}
-                refusal = PlainTextResponse("Unauthorized", status_code=401, headers=ask)
+            if not hmac.compare_digest(given.encode(), expected.encode()):
                 await refusal(scope, receive, send)
                 return
         await app(scope, receive, send)
@@ -84,8 +82,9 @@ def _with_basic_auth(app: ASGIApp, auth_string: str) -> ASGIApp:
     return guarded
 
 
-def _guarded(app: ASGIApp) -> ASGIApp:
-    return TrustedHostMiddleware(_same_origin_only(app), LOOPBACK_NAMES, www_redirect=False)
+def guarded(app: ASGIApp, hosts: Sequence[str] = LOOPBACK_NAMES) -> ASGIApp:
+    """Answer only requests to one of `hosts`, and none from foreign pages."""
+    return TrustedHostMiddleware(_same_origin_only(app), hosts, www_redirect=False)
 
 
 def prefect_app() -> ASGIApp:
@@ -101,7 +100,7 @@ def prefect_app() -> ASGIApp:
     shown = StaticFiles(directory=os.environ[pictures.FOLDER], check_dir=False)
     # Before the UI, which answers on every path.
     app.router.routes.insert(0, Mount(pictures.ADDRESS, shown))
-    return _guarded(app)
+    return guarded(app)
 
 
 def mlflow_app() -> ASGIApp:
@@ -132,5 +131,9 @@ def mlflow_app() -> ASGIApp:
     initialize_backend_stores(records, records, proxied)
     from mlflow.server.fastapi_app import app
 
-    auth_string = os.environ.get(MLFLOW_AUTH)
-    return _guarded(_with_basic_auth(app, auth_string) if auth_string else app)
+    if auth_string := os.environ.get(MLFLOW_AUTH):
+        ask = {"WWW-Authenticate": 'Basic realm="infini serve"'}
+        refusal = PlainTextResponse("Unauthorized", status_code=401, headers=ask)
+        expected = f"Basic {base64.b64encode(auth_string.encode()).decode()}"
+        return guarded(with_authorization(app, expected, refusal))
+    return guarded(app)

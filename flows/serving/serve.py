@@ -39,6 +39,7 @@ from flows.serving.servers import (
     own_server,
     prefect_dir,
     prefect_environment,
+    running_apis,
     start_mlflow,
     start_prefect,
     start_worker,
@@ -130,9 +131,14 @@ def _run(config: Config, secret: str | None, prefect: Service, mlflow: Service) 
         if secret is not None:
             say(f'                 export PREFECT_API_AUTH_STRING="$(cat {secret_file(home)})"')
         say("Ready: run the deployments from the UI. Ctrl-C suspends active runs and stops all.")
+        listed = set[str]()
         with deferred_signals() as signals:
             try:
                 while not signals:
+                    apis = running_apis(home)
+                    for line in sorted(apis - listed):
+                        say(f"OpenAI API  {line}")
+                    listed = apis
                     for service in (prefect, mlflow, worker):
                         service.restart_if_exited(say, time.monotonic())
                     time.sleep(POLL_SECONDS)

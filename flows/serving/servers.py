@@ -22,7 +22,7 @@ from infini_model.config import Config
 from infini_model.runtime import pictures
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.processes import bound, end_tree, wait_until
-from infini_model.runtime.storage import make_folder
+from infini_model.runtime.storage import is_locked, make_folder
 
 HOST = "127.0.0.1"
 WORK_POOL = "infini"
@@ -117,6 +117,16 @@ def prefect_dir(config: Config) -> Path:
     node = config.launch.node_rank
     name = f"prefect-node-{node}" if node else "prefect"
     return config.run.output_dir.resolve() / name
+
+
+def api_lock(home: Path, port: int) -> Path:
+    """The file that `infini api` holds locked, in which its address and its model stand."""
+    return home / f"api-{port}.lock"
+
+
+def running_apis(home: Path) -> set[str]:
+    """The addresses and models of each `infini api` of the output folder."""
+    return {file.read_text() for file in home.glob("api-*.lock") if is_locked(file)}
 
 
 def prefect_environment(config: Config) -> dict[str, str]:

@@ -2,10 +2,10 @@
 
 `<run>/checkpoints/step-N/` holds `model/` (config.json and safetensors, which `InfiniLlama.
 from_pretrained` and, without memory, `transformers` open; with LoRA an adapter that `peft` opens),
-`optimizer.safetensors` (the moments by parameter name; several files if large),
-`generators.safetensors` (random states, a row per rank), `state.json` (`TrainerState`) and
-`manifest.json` (the SHA-256 of all these files). Frozen tensors are not stored. Nothing is pickled.
-Tensors are stored whole, however they were sharded: each rank writes the rows that it holds.
+`optimizer.safetensors` (the moments by parameter name; several files if large), `state.json`
+(`TrainerState`) and `manifest.json` (the SHA-256 of all these files). Frozen tensors are not
+stored. Nothing is pickled. Tensors are stored whole, however they were sharded: each rank writes
+the rows that it holds.
 
 The training pauses only while each rank copies its rows to host memory; a thread writes the copy to
 disk. There is one copy and at most one checkpoint in progress: the next one waits for it.
@@ -33,7 +33,7 @@ from infini_model.config import ModelConfig
 from infini_model.data.loading.loader import Origin
 from infini_model.model.hf.adapter import Adapter, write_adapter
 from infini_model.model.hf.config import NO_TOKENS, TokenIds
-from infini_model.model.hf.weights import SHARD_BYTES, opened, save_tensors, write_files
+from infini_model.model.hf.weights import SHARD_BYTES, opened, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
@@ -46,7 +46,6 @@ from infini_model.training.parallel import own_rows, shard_from_rank0
 from infini_model.training.tensor_files import Places, Rows, lay_out, together, write_together
 
 OPTIMIZER = "optimizer{suffix}.safetensors"
-GENERATORS = "generators.safetensors"
 SEPARATOR = "/"
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -101,13 +100,11 @@ class Snapshot:
     Attributes:
         parameters: Those that are trained, by name, without the output layer if it is tied.
         moments: The optimizer's state as `parameter name/exp_avg` and so on.
-        generators: Random states as `cpu` and `cuda`, [ranks, bytes] uint8.
     """
 
     config: ModelConfig
     parameters: dict[str, Rows]
     moments: dict[str, Rows]
-    generators: dict[str, Tensor]
 
 
 class HostCopy:
@@ -140,19 +137,12 @@ class HostCopy:
     def take(self, model: InfiniLlama, optimizer: torch.optim.Optimizer) -> Snapshot:
         """Copy the state of a checkpoint. Call it on all ranks: each copies what it saves."""
         copies = {name: self._copy(name, tensor) for name, tensor in _tensors(model, optimizer)}
-        device, states = self._world.device, {"cpu": torch.get_rng_state()}
-        if device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(device)
-        generators = {
-            name: self._world.all_gather(state.to(device)).cpu() for name, state in states.items()
-        }
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
         return Snapshot(
             model.config,
             parameters={name: copy for name, copy in copies.items() if SEPARATOR not in name},
             moments={name: copy for name, copy in copies.items() if SEPARATOR in name},
-            generators=generators,
         )
 
     def _copy(self, name: str, tensor: Tensor) -> Rows:
@@ -201,7 +191,6 @@ def save_checkpoint(
             if not writers.is_main:
                 return "", {}
             folder = stack.enter_context(atomic_folder(target))
-            save_tensors(snapshot.generators, folder / GENERATORS)
             state.write(folder)
             return str(folder), _lay_out(folder, snapshot, tokens, adapter)
 
@@ -389,23 +378,3 @@ def _files(checkpoint: Path) -> dict[str, str]:
 def _read_tensor(path: Path, name: str) -> Tensor:
     with opened(path) as file:
         return cast("Tensor", file.get_tensor(name))
-
-
-def load_generators(checkpoint: Path, world: World) -> None:
-    """Restore this rank's random states, read by rank 0; a rank without saved ones keeps its own.
-
-    Raises `CheckpointError` if the file is broken.
-    """
-
-    def read() -> dict[str, list[list[int]]]:
-        with opened(checkpoint / GENERATORS) as file:
-            return {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
-
-    for name, states in world.broadcast(read).items():
-        if world.rank >= len(states):
-            continue
-        state = torch.tensor(states[world.rank], dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif world.device.type == "cuda":
-            torch.cuda.set_rng_state(state, world.device)

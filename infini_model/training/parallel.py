@@ -145,9 +145,8 @@ class TrainModule:
         """
         width = min(config.packing.context_length, 2 * config.model.segment_length)
         tokens = torch.zeros(1, 1, width + 1, dtype=torch.int64, device=self._world.device)
-        with torch.random.fork_rng(devices=[self._world.device] if tokens.is_cuda else []):
-            loss = self(self.objective.inputs(Batch(tokens, None, None, tokens[:, 0, 0])))
-            loss.backward()  # type: ignore[no-untyped-call]
+        loss = self(self.objective.inputs(Batch(tokens, None, None, tokens[:, 0, 0])))
+        loss.backward()  # type: ignore[no-untyped-call]
         self._module.zero_grad(set_to_none=True)
 
 

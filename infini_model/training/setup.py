@@ -42,7 +42,6 @@ from infini_model.training.branch import begin_state
 from infini_model.training.checkpoint import (
     Checkpointer,
     TrainerState,
-    load_generators,
     load_optimizer,
     read_state,
 )
@@ -368,8 +367,6 @@ def _model_and_optimizer(
             check_frozen(weights, config)
     module = build_module(config, make_objective(config), folder, world, adapter)
     optimizer = make_optimizer(module.model, config.training, world)
-    torch.manual_seed(config.run.seed + world.rank)  # of dropout
     if checkpoint is not None:
         load_optimizer(checkpoint, module.model, optimizer, world)
-        load_generators(checkpoint, world)
     return module, optimizer

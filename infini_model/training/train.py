@@ -196,6 +196,8 @@ class Trainer:
         after = self._unread.ready if self._unread else recorded_event(self.world.device)
         rate = set_learning_rate(self.optimizer, self.step + 1, self.config.training)
         first_window, wait_seconds, batches = self._next_batches()
+        # Of dropout: it follows from the position, so that no random state has to be saved.
+        torch.manual_seed(self.config.run.seed + first_window + self.world.rank)
         scale_before = [tensor.clone() for tensor in self.scaler.tensors]
 
         self.optimizer.zero_grad(set_to_none=True)

@@ -39,7 +39,6 @@ from infini_model.training.checkpoint import (
     BackgroundWriter,
     HostCopy,
     TrainerState,
-    load_generators,
     save_checkpoint,
 )
 from infini_model.training.distributed import World, join_world
@@ -72,12 +71,8 @@ def save(run_dir, trained, *steps, keep=9):
     return [save_checkpoint(run_dir, snapshot, position(step), keep) for step in steps]
 
 
-def test_a_checkpoint_has_the_random_states_and_no_pickle(tmp_path, trained):
+def test_a_checkpoint_has_no_pickle(tmp_path, trained):
     (path,) = save(tmp_path, trained, 7)
-    before = torch.get_rng_state()
-    torch.rand(1)
-    load_generators(path, WORLD)
-    assert torch.equal(torch.get_rng_state(), before)
     suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
 

@@ -7,7 +7,6 @@ generation_config.json, tokenizer.json and tokenizer_config.json, and on request
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from infini_model.config import Config, ModelConfig
 from infini_model.data.manifest import TokenizerRecord
 from infini_model.data.tokenizers.bpe import BPETokenizer
+from infini_model.data.tokenizers.gpu import byte_of_character
 from infini_model.data.tokenizers.stated import END_OF_TEXT, TOKENIZER_CONFIG, TOKENIZER_FILES
 from infini_model.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
@@ -143,12 +143,9 @@ def bytes_as_bpe() -> BPETokenizer:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Definition
 
-    # The letters that stand for bytes: themselves if they can be seen, else those from 256 on.
-    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters = itertools.count(256)
-    names = [chr(byte if byte in seen else next(letters)) for byte in range(256)]
     end = ByteTokenizer.eos_token_id
-    definition = Definition(models.BPE({names[byte]: byte for byte in range(end)}, []))
+    letters = {letter: byte for letter, byte in byte_of_character().items() if byte < end}
+    definition = Definition(models.BPE(letters, []))
     definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     definition.decoder = decoders.ByteLevel()
     definition.add_special_tokens([AddedToken(END_OF_TEXT[0], normalized=False, special=True)])

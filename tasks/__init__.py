@@ -1,1 +1,1 @@
-"""The stages as Prefect tasks: retries, timeouts, failures and artifacts."""
+"""The stages as Prefect tasks: retries, failures and artifacts."""

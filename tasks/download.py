@@ -20,4 +20,4 @@ def download(config: Config) -> Path:
 
 
 def _download(config: Config) -> Path:
-    return Path(run_stage("download", config, config.stages.download)["listing"])
+    return Path(run_stage("download", config)["listing"])

@@ -48,7 +48,7 @@ def _summary(report: dict[str, Any]) -> str:
 
 def _evaluate(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:
     arguments = ["--dataset", str(dataset_dir), "--run-dir", str(run_dir)]
-    result = run_stage("evaluate", config, config.stages.evaluate, *arguments, unit="windows")
+    result = run_stage("evaluate", config, *arguments, unit="windows")
     description = f"{FIRST}: what came out. For a browser it is {result['html']}"
     with artifacts.warn_on_error("report"):
         text = artifacts.with_pictures(Path(result["report"]), map(Path, result["plots"]))

@@ -34,7 +34,7 @@ from infini_model.training.run_status import saved_step
 from tasks import artifacts
 from tasks.flow_run import current_flow_run, library_logged
 
-EXPECTED = (UserError, ConnectionError, StageError, TimeoutError)
+EXPECTED = (UserError, ConnectionError, StageError)
 KEY = "failure"
 FIRST = "Open this first"
 TRACEBACK_LINES = 20
@@ -150,8 +150,7 @@ def _lighter(config: Config, dataset_dir: Path, *, in_main_memory: bool) -> str:
 
 def failed(error: Exception) -> State[Any]:
     """Make the state of a task or flow run that ended with an expected failure."""
-    name = "TimedOut" if isinstance(error, TimeoutError) else "Failed"
-    return Failed(name=name, message=reason(error), data=error)
+    return Failed(message=reason(error), data=error)
 
 
 def report_failure(function: Callable[P, R]) -> Callable[P, R]:
@@ -209,8 +208,6 @@ def _remedy(error: Exception) -> str:
         )
     if isinstance(error, ConnectionError):
         return f"Check the address and the network, then {again}. Finished work is reused."
-    if isinstance(error, TimeoutError):
-        return f"Increase the timeout of the stage (`stages`), or {again}. Finished work is reused."
     if isinstance(error, TrainingFailure) and error.is_final:
         resume = "name it in Resume" if is_in_ui else "infini resume"
         return (

@@ -26,7 +26,7 @@ def screen(config: Config, listing: Path) -> Path:
 
 def _screen(config: Config, listing: Path) -> Path:
     config = config.updated(data={"folder": None})
-    done = run_stage("screen", config, config.stages.screen, "--listing", str(listing))
+    done = run_stage("screen", config, "--listing", str(listing))
     rows = []
     for name, found in done["sources"].items():
         counts, total = {"kept": found["kept"], **found["dropped"]}, found["documents"]

@@ -94,7 +94,7 @@ def _plan(config: Config, listing: Path | None) -> Dataset:
     `data.folder`, or the newest one. An existing folder is checked to be intact.
     """
     arguments = [] if listing is None else ["--listing", str(listing)]
-    plan = Dataset.model_validate(run_stage("plan", config, config.stages.shard, *arguments))
+    plan = Dataset.model_validate(run_stage("plan", config, *arguments))
     counts = [{"partitions": name, "count": getattr(plan, name)} for name in ("new", "reused")]
     description = f"What is new of the dataset {plan.folder.name}, and what is reused"
     artifacts.show("partitions", TableArtifact(table=counts, description=description))
@@ -112,7 +112,7 @@ def _build(config: Config, listing: Path, plan: Dataset) -> Dataset:
     if plan.intact:
         message = f"{plan.place} is intact"
         return cast("Dataset", Completed(name="Reused", message=message, data=plan))
-    made = run_stage("shard", config, config.stages.shard, "--listing", str(listing))
+    made = run_stage("shard", config, "--listing", str(listing))
     dataset = Dataset.model_validate(plan.model_dump() | made)
     manifest = _show(dataset)
     if plan.fault is None:

@@ -1,8 +1,8 @@
 """One stage as a child process: its progress, its result and its errors come back typed.
 
-The work of a stage runs as `python -m infini_model STAGE …`, so that a timeout or a cancelled flow
-run reliably ends it. The child sends messages (`infini_model.runtime.stage_protocol`); every other
-line goes to the log.
+The work of a stage runs as `python -m infini_model STAGE …`, so that a cancelled flow run
+reliably ends it. The child sends messages (`infini_model.runtime.stage_protocol`); every other line
+goes to the log.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def run_with_retries(
     """Run the work of a stage as the Prefect task `name`, on `subject`, retried as `stage` says.
 
     Prefect caches and stores no results: they depend on the disk, where the library reuses existing
-    outputs by content and checksum. The stage enforces its timeout itself: Prefect's would leave
-    the children running. Raises what the stage failed with.
+    outputs by content and checksum. Raises what the stage failed with.
     """
 
     @wraps(work)
@@ -80,15 +79,12 @@ def run_with_retries(
     return task(*args, **kwargs, return_state=True).result()
 
 
-def run_stage(
-    name: str, config: Config, stage: StageConfig, *arguments: str, unit: str = "bytes"
-) -> dict[str, Any]:
+def run_stage(name: str, config: Config, *arguments: str, unit: str = "bytes") -> dict[str, Any]:
     """Run stage `name` in a child process and return the result that it reports.
 
     Raises the error that the child reported (`UserError`, `ConnectionError` or `StageError`);
-    `StageError` with its last lines if it ended without reporting one; `TimeoutError` past the
-    stage's timeout, once all its processes have ended. Ends the child when the flow run is
-    suspended or cancelled.
+    `StageError` with its last lines if it ended without reporting one. Ends the child when the flow
+    run is suspended or cancelled.
     """
     reported: dict[str, Any] = {}
     tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -111,13 +107,7 @@ def run_stage(
         file = Path(folder) / "config.json"
         file.write_text(config.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", "infini_model", name, "--config", str(file), *arguments]
-        status = run(
-            command,
-            on_line=on_line,
-            timeout_seconds=stage.timeout_seconds,
-            late=lambda message: TimeoutError(f"{name}: {message}"),
-            stop=stop,
-        )
+        status = run(command, on_line=on_line, stop=stop)
     return _outcome(name, status, reported, list(tail))
 
 

@@ -138,7 +138,6 @@ def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) 
             config,
             dataset_dir,
             run_dir,
-            timeout_seconds=config.stages.train.timeout_seconds,
             on_line=on_line,
             on_progress=show,
             stop=stop,

@@ -47,4 +47,4 @@ def fetch_anew(config: Config) -> InitialWeights:
 
 
 def _fetch(config: Config) -> InitialWeights:
-    return InitialWeights.model_validate(run_stage("weights", config, config.stages.weights))
+    return InitialWeights.model_validate(run_stage("weights", config))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from infini_model.config.data import DataConfig, PackingConfig
 from infini_model.config.evaluation import EvaluationConfig
@@ -76,15 +76,12 @@ class TrackingConfig(Section):
 
 
 class StageConfig(Section):
-    """Retries and timeout of a Prefect task."""
+    """Retries of a Prefect task."""
 
     retries: Retries = 2
     """Retries after a failure."""
     retry_delay_seconds: NonNegativeFloat = 2.0
     """Seconds before the first retry; doubled for each further one, with jitter."""
-    timeout_seconds: PositiveFloat | None = None
-    """Seconds after which the stage and all its processes are killed; null (default) is no
-    limit."""
 
 
 class FetchStageConfig(StageConfig):
@@ -95,7 +92,7 @@ class FetchStageConfig(StageConfig):
 
 
 class StagesConfig(Section):
-    """Retries and timeouts of the stages of the pipeline.
+    """Retries of the stages of the pipeline.
 
     `shard` is both the plan of a dataset and its shards.
     """

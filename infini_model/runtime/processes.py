@@ -177,8 +177,6 @@ def run(
     command: Sequence[str],
     *,
     on_line: Callable[[str], None],
-    timeout_seconds: float | None = None,
-    late: Callable[[str], Exception] = TimeoutError,
     grace_seconds: float = 30.0,
     watch: Callable[[int], Exception | None] = lambda _: None,
     stop: Callable[[], Exception | None] = lambda: None,
@@ -188,9 +186,9 @@ def run(
 
     The command gets its own session, no standard input, and `env` beside this process's
     environment. A negative status is the signal that killed it. Its process tree is shut down
-    (SIGTERM, then SIGKILL after `grace_seconds`) when `timeout_seconds` have passed, which raises
-    what `late` makes of a message, `on_line` raises, or a signal in `STOPS` arrives. That signal is
-    then delivered to the caller, as `SystemExit` if it would have killed the caller.
+    (SIGTERM, then SIGKILL after `grace_seconds`) when `on_line` raises, or a signal in `STOPS`
+    arrives. That signal is then delivered to the caller, as `SystemExit` if it would have killed
+    the caller.
 
     `watch` is called with the process id ten times a second, and `stop` as often. An error that
     they return is raised once the process tree has ended: for `watch` without grace.
@@ -208,7 +206,6 @@ def run(
     ):
         assert process.stdout is not None  # noqa: S101 - it is a pipe
         lines = _Lines(process.stdout.fileno(), on_line)
-        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
 
         def keep_reading(seconds: float) -> None:
             # A closed pipe is always ready: wait for the process instead of spinning.
@@ -224,8 +221,6 @@ def run(
                     raise error
                 if reason := stop():
                     raise reason
-                if time.monotonic() > deadline:
-                    raise late(f"not finished after {timeout_seconds:g} s")
         finally:
             end_tree(process, grace_seconds, keep_reading)
             left = PIPE_BYTES

@@ -1,4 +1,4 @@
-"""Stages as Prefect tasks: reuse, retries, timeouts, results and artifacts.
+"""Stages as Prefect tasks: reuse, retries, results and artifacts.
 
 Each test runs the command line against a real server and queries that server.
 """

@@ -26,7 +26,7 @@ EXIT_CRASH, EXIT_USER_ERROR, EXIT_NON_FINITE = 1, 2, 3
 # Environment variable: the file in which a process says why it failed. The name is torchrun's.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-Kind = Literal["user error", "non-finite", "preempted", "out of memory", "hang", "timeout", "crash"]
+Kind = Literal["user error", "non-finite", "preempted", "out of memory", "hang", "crash"]
 # When the host is out of memory, torch raises a plain RuntimeError, known only by its text.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -38,7 +38,7 @@ class TrainingFailure(StageError):  # noqa: N818 - preemption is no error
     Attributes:
         kind: How it ended: `preempted` is by a signal, after which a checkpoint was saved if the
             training had started; `hang` that a process was stopped, or no step completed for much
-            longer than steps take; `timeout` that it took longer than the launcher allows.
+            longer than steps take.
         rank: The rank that failed first; None if that is not known.
         gpu: The physical number of its GPU; None on the CPU, or if that is not known.
         is_killed: Whether a signal killed the rank.

@@ -47,7 +47,6 @@ class Job:
     Attributes:
         run_dir: The run folder. Of several nodes the first one alone reads and writes it; the
             others need no more than a folder of their own for their logs.
-        timeout_seconds: After this long the training saves a checkpoint and ends.
         on_line: Called in this thread with every log line of every rank, `GPU<n>:` in front.
         on_progress: Called with the steps taken and the steps in all, at most twice a second and
             after the last step; on the first node only.
@@ -57,7 +56,6 @@ class Job:
     config: Config
     dataset_dir: Path
     run_dir: Path
-    timeout_seconds: float | None = None
     on_line: Callable[[str], None] = print
     on_progress: OnProgress = lambda _done, _total: None
     stop: Callable[[], Exception | None] = lambda: None
@@ -217,8 +215,6 @@ def _run(
         code = processes.run(
             [*command, *map(str, arguments)],
             on_line=handle,
-            timeout_seconds=job.timeout_seconds,
-            late=lambda message: TrainingFailure("timeout", message),
             grace_seconds=grace_seconds,
             watch=watch,
             stop=job.stop,

@@ -2,7 +2,7 @@
 
 The launcher records the failures in `<run>/recovery.json`. Out of memory: smaller micro-batches and
 more accumulation steps, with the same global batch. NaN or infinity: resume from the newest
-checkpoint at most twice. Preemption, crash, hang and timeout: resume from the newest checkpoint.
+checkpoint at most twice. Preemption, crash and hang: resume from the newest checkpoint.
 User errors are not retried.
 """
 

@@ -460,8 +460,8 @@ def test_what_an_error_points_to_exists_and_what_it_replaces_does_not() -> None:
 @pytest.mark.parametrize("name", StagesConfig.model_fields)
 def test_a_setting_of_a_stage_leaves_its_others_as_they_are(name: str) -> None:
     default = getattr(Config().stages, name)
-    config = load_config(overrides=[f"stages.{name}.timeout_seconds=9"])
-    assert getattr(config.stages, name) == default.updated(timeout_seconds=9.0)
+    config = load_config(overrides=[f"stages.{name}.retry_delay_seconds=9"])
+    assert getattr(config.stages, name) == default.updated(retry_delay_seconds=9.0)
 
 
 def test_an_update_changes_the_named_settings_of_the_sections_below() -> None:

@@ -77,12 +77,6 @@ def test_a_child_is_apart_from_its_working_directory_other_launchers_and_the_enc
     assert foreign.isdisjoint(names)
 
 
-def test_a_command_ends_at_its_deadline() -> None:
-    sleeper = python("import signal; signal.pause()")
-    with pytest.raises(TimeoutError, match=r"^not finished after 0\.1 s$"):
-        run(sleeper, on_line=lambda _: None, timeout_seconds=0.1)
-
-
 def test_a_stop_ends_grandchildren_in_other_sessions_too() -> None:
     lines: list[str] = []
     with pytest.raises(InterruptedError):

@@ -50,7 +50,7 @@ def test_non_finite_numbers_are_retried_twice(make_config):
 
 def test_other_failures_are_retried_unchanged(make_config):
     config, recovery = make_config(), Recovery()
-    for kind in ("crash", "hang", "preempted", "timeout"):
+    for kind in ("crash", "hang", "preempted"):
         failure = TrainingFailure(kind, "gone")
         recovery = recovery.after(failure, config)
         assert not failure.is_final

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVarTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from infini_model.training.train import Trainer
 
 # How a training ended, in MLflow's words.
@@ -76,8 +74,6 @@ class Evaluation:
         loss: Mean loss over the targets, in nats.
         bits_per_byte: The same in bits for each byte of text; None without any.
         by_source: The mean loss of each named source that has some.
-        sums: Of the losses, by segment of the window, float64 [S].
-        targets: Their number, by segment, float64 [S].
     """
 
     step: int
@@ -85,8 +81,6 @@ class Evaluation:
     loss: float
     bits_per_byte: float | None
     by_source: Mapping[str, float]
-    sums: Tensor
-    targets: Tensor
 
 
 class Callback:

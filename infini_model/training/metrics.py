@@ -28,7 +28,6 @@ from infini_model.training.callbacks import Callback, Evaluation, Status, Step
 from infini_model.training.launch.devices import list_gpus
 from infini_model.training.memory_estimate import Device, estimate_memory
 from infini_model.training.setup import TrainingSetup
-from infini_model.training.validation import loss_by_segment
 
 SAMPLE_SECONDS = 5.0
 # Interval over which the first CPU utilization is measured.
@@ -98,14 +97,12 @@ class Recorder(Callback):
         self._file.append(step.number, metrics)
 
     def evaluation_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        """The loss of the split, also in bits per byte, by source, and by segment of windows."""
-        split, by_segment = evaluation.split, loss_by_segment(evaluation.sums, evaluation.targets)
-        bits = evaluation.bits_per_byte
+        """The loss of the split, also in bits per byte, and by source."""
+        split, bits = evaluation.split, evaluation.bits_per_byte
         return {
             f"{split}/loss": evaluation.loss,
             **({} if bits is None else {f"{split}/bits_per_byte": bits}),
             **{f"{split}/{name}/loss": loss for name, loss in evaluation.by_source.items()},
-            **{f"{split}/loss_by_segment/{k}": v for k, v in by_segment.items()},
         }
 
     def after_evaluation(self, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:

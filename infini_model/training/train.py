@@ -311,7 +311,7 @@ class Trainer:
             by_source = {n: total / count for n, (total, count, _) in scored if n and count}
             bits = bits_per_byte(float(sums.sum()), float(sizes.sum()))
             self._callbacks.finish_evaluation(
-                Evaluation(self.step, split, loss, bits, by_source, sums, targets), self._is_stopped
+                Evaluation(self.step, split, loss, bits, by_source), self._is_stopped
             )
         self.setup.model.train()
 

@@ -47,22 +47,6 @@ def validate_split(
     return None if totals is None else world.sum(totals).cpu()
 
 
-def loss_by_segment(sums: Tensor, targets: Tensor) -> dict[str, float]:
-    """Mean losses of the segments 1, 2, 3-4, 5-8 and so on, which are few for long windows.
-
-    Those without targets are left out, as is the only segment of a window. `sums` [S] are those of
-    the losses by segment, `targets` [S] their number.
-    """
-    found, first = dict[str, float](), 0
-    while first < len(sums) > 1:
-        last = min(2 * first or 1, len(sums))
-        if count := float(targets[first:last].sum()):
-            name = str(last) if last == first + 1 else f"{first + 1}-{last}"
-            found[name] = float(sums[first:last].sum()) / count
-        first = last
-    return found
-
-
 def probe_memory(setup: TrainingSetup, split: str) -> dict[str, float]:
     """Score a fixed part of the sample of `validate_split` with memory and without.
 

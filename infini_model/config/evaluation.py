@@ -51,7 +51,7 @@ class LmEvalConfig(Section):
 
 
 class PasskeyConfig(Section):
-    """The task passkey: numbers, hidden in filler, are asked for at the end."""
+    """The task passkey: numbers, hidden in random sentences, are asked for at the end."""
 
     lengths: NonEmptyList[PositiveInt] = [1, 4]
     """Lengths of the sequences, in multiples of packing.context_length."""
@@ -64,8 +64,6 @@ class PasskeyConfig(Section):
     """Answers per length and depth."""
     digits: Annotated[int, Field(le=18, gt=0)] = 5
     """Digits of a pass key."""
-    filler: Literal["repeated", "random"] = "random"
-    """What the needle is hidden in: the same five sentences over and over, or random sentences."""
 
 
 class UnmaskingConfig(Section):

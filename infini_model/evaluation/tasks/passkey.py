@@ -37,11 +37,6 @@ OWNERS = (
     *("Anna", "Omar", "Lena", "Ivan", "Rosa", "Hugo", "Mina", "Karl"),
     *("Yuki", "Noah", "Vera", "Liam", "Zara", "Paul", "Ines", "Otto"),
 )
-# As in arXiv 2305.16300.
-REPEATED = (
-    *(" The grass is green.", " The sky is blue.", " The sun is yellow."),
-    *(" Here we go.", " There and back again."),
-)
 _SUBJECTS = ("The baker", "A child", "The old man", "My sister", "The captain", "A stranger")
 _VERBS = ("walks", "waits", "sings", "sleeps", "works", "looks around")
 _PLACES = ("by the river", "in the garden", "behind the house", "on the hill", "at the market")
@@ -123,13 +118,12 @@ class Passkey(EvaluationTask):
 
 def _section(settings: PasskeyConfig, trained: int, grid: str) -> str:
     hidden = "A number is" if settings.needles == 1 else f"{settings.needles} numbers are"
-    filler = "random sentences" if settings.filler == "random" else "five sentences that repeat"
     return (
-        f"{hidden} hidden in {filler} and asked for at the end. The model was trained on windows "
-        f"of {trained:,} tokens; a guess is right once in {9 * 10 ** (settings.digits - 1):,} "
-        f"times.\n\n{grid}\n\nIntervals are of 95%. A token is right if it is the likeliest after "
-        "the question and the tokens of the answer before it, so a whole answer is right if greedy "
-        "generation gives it."
+        f"{hidden} hidden in random sentences and asked for at the end. The model was trained on "
+        f"windows of {trained:,} tokens; a guess is right once in "
+        f"{9 * 10 ** (settings.digits - 1):,} times.\n\n{grid}\n\nIntervals are of 95%. A token is "
+        "right if it is the likeliest after the question and the tokens of the answer before it, "
+        "so a whole answer is right if greedy generation gives it."
     )
 
 
@@ -176,10 +170,7 @@ def draw_trial(
 
     settings, length = config.evaluation.passkey, multiple * config.packing.context_length
     rng = np.random.default_rng((config.run.seed, multiple, number))
-    if settings.filler == "repeated":
-        filler = np.resize(np.concatenate([*map(encode, REPEATED)]), length)
-    else:
-        filler = random_sentences([*map(encode, RANDOM)], rng, length)
+    filler = random_sentences([*map(encode, RANDOM)], rng, length)
     owners = [None] if settings.needles == 1 else OWNERS[: settings.needles]
     order = rng.permutation(len(settings.depths))
     depths = np.resize(order, (_haystacks(settings), len(owners)))

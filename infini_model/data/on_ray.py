@@ -24,7 +24,7 @@ from infini_model.data.partitions import PartitionSpec
 from infini_model.data.store import datasets_at
 from infini_model.data.tokenizers.load import check_device, on_device, usable_device
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.runtime.errors import DeviceError, StageError, UnreachableError, UserError
+from infini_model.runtime.errors import StageError, UnreachableError, UserError
 from infini_model.runtime.ray import (
     Failure,
     check_mark,
@@ -34,7 +34,6 @@ from infini_model.runtime.ray import (
     on_node,
     sources_fingerprint,
 )
-from infini_model.runtime.records import Record
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +70,7 @@ class RayEngine:
                 mark = stack.enter_context(marked(Path(place)))
                 place = str(mark.parent)
             device = "cuda:0" if config.device == "cuda" else "cpu"
-            job = Job(place=place, mark=mark, sources=sources_fingerprint(), device=device)
-            common = job.model_dump_json()
+            common = place, mark, sources_fingerprint(), device
             task = ray.remote(
                 num_cpus=needs["CPU"],
                 num_gpus=needs.get("GPU", 0),
@@ -88,7 +86,7 @@ class RayEngine:
                 window = _window(needs, ray.cluster_resources())
                 while waiting and len(running) < window:
                     spec = waiting.popleft()
-                    running[task.remote(common, spec.model_dump_json())] = spec
+                    running[task.remote(*common, spec.model_dump_json())] = spec
                 done, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_SECONDS)
                 for reference in done:
                     spec = running.pop(reference)
@@ -158,54 +156,38 @@ def reserved(config: DataConfig) -> dict[str, float]:
 def check_resources(needs: Mapping[str, float], nodes: list[dict[str, Any]], address: str) -> None:
     """Raise a `UserError` that names the setting if no node ever has room for a task."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
-    for name, need in needs.items():
-        most = max((node.get(name, 0.0) for node in alive), default=0.0)
-        if name == "GPU" and not most:
-            raise DeviceError(f"data.device: got 'cuda': no node of {address} has a GPU")
-        if most < need:
-            unit = 1e9 if name == "memory" else 1.0
-            raise UserError(
-                f"{KEYS[name]}: got {need / unit:g}: no node of {address} has more than "
-                f"{most / unit:g}"
-            )
-    if not any(all(node.get(name, 0.0) >= need for name, need in needs.items()) for node in alive):
-        wanted = ", ".join(KEYS[name] for name in needs)
-        raise UserError(f"{wanted}: no node of {address} has them all")
+    if any(all(node.get(name, 0.0) >= need for name, need in needs.items()) for node in alive):
+        return
+    lacking = [name for name in needs if all(node.get(name, 0.0) < needs[name] for node in alive)]
+    keys = ", ".join(KEYS[name] for name in lacking or needs)
+    raise UserError(f"{keys}: no node of {address} has as much; ray status shows what they have")
 
 
-class Job(Record):
-    """What all tasks of a job have in common.
+def make_partition(place: str, mark: Path | None, sources: str, device: str, spec: str) -> None:
+    """Make the partition of a spec, which is JSON, unless it stands.
 
-    `place` is the folder or the address of the datasets; `mark` a file in that folder, which a node
-    that sees the same one sees too; `sources` the fingerprint of this package; `device` where to
-    tokenise.
+    The other arguments are those of the job: `place` is the folder or the address of the datasets;
+    `mark` a file in that folder, which a node that sees the same one sees too; `sources` the
+    fingerprint of this package; `device` where to tokenise.
     """
-
-    place: str
-    mark: Path | None
-    sources: str
-    device: str
-
-
-def make_partition(job: str, spec: str) -> None:
-    """Make the partition of a spec, unless it stands; both arguments are JSON."""
     wanted = PartitionSpec.model_validate_json(spec)
-    datasets, tokenizer = prepare(job, wanted.tokenizer)
+    datasets, tokenizer = prepare(place, mark, sources, device, wanted.tokenizer)
     datasets.make(wanted, tokenizer, lambda _: None)
 
 
 @functools.cache  # for the next tasks of a job
-def prepare(job: str, record: TokenizerRecord) -> tuple[Datasets, Tokenizer]:
+def prepare(
+    place: str, mark: Path | None, sources: str, device: str, record: TokenizerRecord
+) -> tuple[Datasets, Tokenizer]:
     """The datasets and the tokenizer of a job.
 
     Raises `UserError` unless this node runs the job's package, sees its folder and has its device.
     """
-    common = Job.model_validate_json(job)
-    check_sources(common.sources)
-    if common.mark is not None:
-        check_mark(common.mark, "use one that all nodes share, or an object store")
-    check_device(common.device)
-    datasets = datasets_at(common.place)
+    check_sources(sources)
+    if mark is not None:
+        check_mark(mark, "use one that all nodes share, or an object store")
+    check_device(device)
+    datasets = datasets_at(place)
     datasets.remove_leftovers()
     tokenizer = datasets.tokenizers.load(record.fingerprint, record.spec, record.eos_token_id)
-    return datasets, on_device(tokenizer, common.device)
+    return datasets, on_device(tokenizer, device)

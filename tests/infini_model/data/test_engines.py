@@ -17,7 +17,7 @@ from infini_model.config import DataConfig
 from infini_model.data.build import build_dataset, requested_dataset
 from infini_model.data.datasets import Datasets
 from infini_model.data.engines import LocalEngine, devices_of
-from infini_model.data.on_ray import Job, check_resources, make_partition, reserved
+from infini_model.data.on_ray import check_resources, make_partition, reserved
 from infini_model.data.sources.listing import list_sources
 from infini_model.data.tokenizers.bpe import BPETokenizer, train_tokenizer
 from infini_model.data.tokenizers.load import usable_device
@@ -154,11 +154,11 @@ def test_a_ray_task_that_fits_no_node_is_refused():
     nodes = [*({"Alive": True, "Resources": each} for each in resources), dead]
     check_resources(reserved(DataConfig(ray_cpus=2, device="cuda", engine="ray")), nodes, "head:1")
     for asked, there, complaint in (
-        ({"ray_cpus": 8}, nodes, "data.ray_cpus: got 8: no node of head:1 has more than 4"),
-        ({"device": "cuda", "ray_gpus": 2}, nodes, "data.ray_gpus: got 2: no node of head:1 has"),
-        ({"ray_memory_gigabytes": 9}, nodes, "data.ray_memory_gigabytes: got 9: no node of head:1"),
+        ({"ray_cpus": 8}, nodes, "data.ray_cpus: no node of head:1 has as much; ray status"),
+        ({"device": "cuda", "ray_gpus": 2}, nodes, "data.ray_gpus: no node of head:1 has as much"),
+        ({"ray_memory_gigabytes": 9}, nodes, "data.ray_memory_gigabytes: no node of head:1"),
         ({"ray_cpus": 4, "device": "cuda"}, nodes, "data.ray_cpus, data.ray_gpus: no node of head"),
-        ({"device": "cuda"}, nodes[:1], "data.device: got 'cuda': no node of head:1 has a G"),
+        ({"device": "cuda"}, nodes[:1], "data.ray_gpus: no node of head:1 has as much"),
     ):
         with pytest.raises(UserError) as refused:
             check_resources(reserved(DataConfig(engine="ray", **asked)), there, "head:1")
@@ -170,9 +170,10 @@ def test_a_ray_node_that_does_not_see_the_folder_is_named(tmp_path):
     config = files_config(raw / "*")
     wanted = requested_dataset(list_sources(config, tmp_path), config, Datasets(place))
     (spec,) = wanted.specs(wanted.keys[""])
-    job = Job(place=str(place), mark=place / "mark", sources=sources_fingerprint(), device="cpu")
     task = on_node(make_partition.__module__, make_partition.__name__)
-    kind, message = task(job.model_dump_json(), spec.model_dump_json())
+    kind, message = task(
+        str(place), place / "mark", sources_fingerprint(), "cpu", spec.model_dump_json()
+    )
     assert kind == "user"
     assert message.startswith(f"{place}: is not the folder of this name on the machine that")
     assert message.endswith(f"(on {socket.gethostname()})")

@@ -78,8 +78,9 @@ def launch(job: Job) -> None:
     """
     config, run_dir = job.config, job.run_dir
     is_first = config.launch.node_rank == 0
-    if is_first and (change := read_recovery(run_dir).describe(config)):
-        job.on_line(change)
+    if is_first and (attempts := read_recovery(run_dir).attempts):
+        # The training itself tells from which step, and how it divides its batch now.
+        job.on_line(f"Resuming after: {attempts[-1].kind}")
     stop = job.stop
     # Or that another machine has taken over the run.
     job = replace(job, stop=lambda: stop() or lost(run_dir))

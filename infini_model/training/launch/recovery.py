@@ -125,22 +125,6 @@ class Recovery:
             failure.is_final = times > MAX_NON_FINITE_RETRIES
         return changed
 
-    def describe(self, config: Config) -> str:
-        """One line on the last failure and the deviations from `config`; empty if none failed.
-
-        The step from which the training resumes is told by the training itself.
-        """
-        if not self.attempts:
-            return ""
-        parts = [f"Resuming after: {self.attempts[-1].kind}"]
-        if self.recomputes_all and config.launch.gradient_checkpointing == "auto":
-            parts.append("recomputing all layers")
-        if self.micro_batch_divisor > 1:
-            now = BatchPlan.of(config.training, 1, divisor=self.micro_batch_divisor)
-            accumulation = f"gradient_accumulation_steps {now.accumulation}"
-            parts.append(f"batch_size {now.micro_batch}, {accumulation}, the same global batch")
-        return "; ".join(parts)
-
 
 def read_recovery(run_dir: Path) -> Recovery:
     """Read `recovery.json` of a run folder. Raises `CheckpointError` if it is damaged."""

@@ -273,11 +273,11 @@ def test_what_the_cluster_cannot_give_is_one_line(
     state.parent.mkdir(parents=True)
     state.write_text('{"global_batch": 8, "config": {"training": {}}}')
     where = f"the Ray cluster at {cluster.address}"
+    batch = "all processes must divide the global batch of 8 windows"
     refusals = {
-        "nodes=5-6": f"nodes: got 5-6: {where} has 3 with 1 CPU each",
+        "nodes=5-6": f"nodes: got 5-6: {where} has 3 with 1 CPU each; {batch}",
         "gpus=all": f"gpus: got 'all': no node of {where} has a GPU",
-        "nodes=3": f"nodes: got 3: {where} has 3 with 1 CPU each; 3 x 1 processes cannot split the "
-        "global batch of 8 windows",
+        "nodes=3": f"nodes: got 3: {where} has 3 with 1 CPU each; {batch}",
     }
     with connect(cluster.address, "launch"):
         for setting, refusal in refusals.items():

@@ -229,7 +229,7 @@ class RayLauncher:
                 finally:
                     remove_placement_group(group)
                 self._end_if_stopped()
-            shortage = self._shortage(nodes, needs, able, [] if sizes else counts)
+            shortage = self._shortage(nodes, needs, able)
             if not sizes and time.monotonic() > deadline:
                 raise DeviceError(shortage)
             if time.monotonic() > next_line:
@@ -239,24 +239,15 @@ class RayLauncher:
             self._end_if_stopped()
             time.sleep(POLL_SECONDS)
 
-    def _shortage(
-        self, nodes: Sequence[Resources], needs: Resources, able: int, uneven: Sequence[int]
-    ) -> str:
-        """Why no gang can be formed of the nodes that are able.
-
-        `uneven` are the numbers of nodes, the largest first, that do not divide the global batch.
-        """
+    def _shortage(self, nodes: Sequence[Resources], needs: Resources, able: int) -> str:
+        """Why no gang can be formed of the nodes that are able."""
         launch, where = self.config.launch, f"the Ray cluster at {self.address}"
         if "GPU" in needs and not any(node.get("GPU") for node in nodes):
             return f"launch.gpus: got {launch.gpus!r}: no node of {where} has a GPU"
         wanted = " and ".join(f"{need:g} {name}" for name, need in needs.items())
         found = f"{where} has {able} with {wanted} each"
-        if uneven:
-            counts = " to ".join(map(str, sorted({uneven[0], uneven[-1]})))
-            found += (
-                f"; {counts} x {_ranks_of(needs)} processes cannot split the global batch of "
-                f"{self.global_batch} windows"
-            )
+        if self.global_batch is not None:
+            found += f"; all processes must divide the global batch of {self.global_batch} windows"
         return f"launch.nodes: got {launch.nodes or 1}: {found}"
 
     def _train_on(self, group: Any, needs: Resources) -> None:

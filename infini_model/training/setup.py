@@ -152,7 +152,10 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
             "infini branch begins with"
         )
     check_settings(run_dir, config, start, world)
-    recovery = Recovery.of(world.broadcast(lambda: asdict(read_recovery(run_dir))))
+    # As JSON, which ranks send each other.
+    recovery = Recovery.model_validate(
+        world.broadcast(lambda: read_recovery(run_dir).model_dump(mode="json"))
+    )
     weights = weights_of_run(config, run_dir, world)
     config, windows, plan, start = resolve(
         config, manifest, dataset_dir, start, recovery, weights, world.size

@@ -8,18 +8,13 @@ User errors are not retried.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from infini_model.config import Config, TrainingConfig
-from infini_model.runtime.errors import CheckpointError, ConfigError
-from infini_model.runtime.storage import write_json
+from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.records import Record, read_record, write_record
 from infini_model.training.launch.failures import Kind, TrainingFailure
 
 MAX_NON_FINITE_RETRIES = 2
@@ -76,8 +71,7 @@ class BatchPlan:
         return config.updated(training=batch)
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(Record):
     """A training that failed."""
 
     kind: Kind
@@ -85,8 +79,7 @@ class Attempt:
     time: float
 
 
-@dataclass(frozen=True)
-class Recovery:
+class Recovery(Record):
     """The failures so far, and what they change.
 
     Attributes:
@@ -96,11 +89,6 @@ class Recovery:
 
     attempts: tuple[Attempt, ...] = ()
     micro_batch_divisor: int = 1
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> Recovery:
-        """A recovery from its JSON. Raises `ValueError` otherwise."""
-        return TypeAdapter(cls).validate_python(tree)
 
     @property
     def recomputes_all(self) -> bool:
@@ -112,14 +100,15 @@ class Recovery:
 
         Marks the failure as final if a retry would not help.
         """
-        attempt = Attempt(failure.kind, failure.message, time.time())
-        changed = replace(self, attempts=(*self.attempts, attempt))
+        attempt = Attempt(kind=failure.kind, message=failure.message, time=time.time())
+        changed = self.model_copy(update={"attempts": (*self.attempts, attempt)})
         if failure.kind == "out of memory":
             size = config.training.batch_size // self.micro_batch_divisor
             was_least = self.recomputes_all or config.launch.gradient_checkpointing != "auto"
             failure.is_final = size == 1 and was_least
             factor = next((n for n in range(2, size + 1) if size % n == 0), 1)
-            return replace(changed, micro_batch_divisor=self.micro_batch_divisor * factor)
+            divisor = self.micro_batch_divisor * factor
+            return changed.model_copy(update={"micro_batch_divisor": divisor})
         if failure.kind == "non-finite":
             times = sum(each.kind == failure.kind for each in changed.attempts)
             failure.is_final = times > MAX_NON_FINITE_RETRIES
@@ -127,14 +116,9 @@ class Recovery:
 
 
 def read_recovery(run_dir: Path) -> Recovery:
-    """Read `recovery.json` of a run folder. Raises `CheckpointError` if it is damaged."""
+    """Read `recovery.json` of a run folder. Raises `DataError` if it is damaged."""
     path = run_dir / FILE
-    try:
-        return Recovery.of(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        return Recovery()
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is damaged; delete it to start without it") from error
+    return read_record(path, Recovery) if path.is_file() else Recovery()
 
 
 def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> None:
@@ -144,4 +128,4 @@ def record_failure(run_dir: Path, failure: TrainingFailure, config: Config) -> N
     """
     recovery = read_recovery(run_dir).after(failure, config)
     if config.launch.node_rank == 0:
-        write_json(run_dir / FILE, asdict(recovery))
+        write_record(run_dir / FILE, recovery)

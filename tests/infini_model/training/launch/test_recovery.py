@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infini_model.config import TrainingConfig
-from infini_model.runtime.errors import CheckpointError, ConfigError
+from infini_model.runtime.errors import ConfigError, DataError
 from infini_model.training.launch.failures import TrainingFailure
 from infini_model.training.launch.recovery import (
     BatchPlan,
@@ -65,7 +65,7 @@ def test_failures_are_kept_in_the_run_folder_and_a_damaged_file_is_named(make_co
     assert recovery.micro_batch_divisor == 2
     assert [attempt.kind for attempt in recovery.attempts] == ["out of memory", "non-finite"]
     (tmp_path / "recovery.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"recovery\.json: is damaged"):
+    with pytest.raises(DataError, match=r"recovery\.json: is damaged"):
         read_recovery(tmp_path)
 
 

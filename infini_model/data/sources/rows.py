@@ -29,7 +29,6 @@ from infini_model.data.sources.text import (
     MARK,
     MAX_OFFSET,
     Errors,
-    as_bytes,
     as_text,
     chunks,
     decompressed,
@@ -275,19 +274,23 @@ def _rows(
     batch: pa.RecordBatch, reading: Reading, address: str, first_row: int
 ) -> Iterator[pa.Array]:
     """The rows of a table as valid UTF-8, in arrays that 31-bit offsets can address."""
+    if reading.conversations is not None:
+        batch.validate(full=True)
+        yield from _of_objects(iter(batch.to_pylist()), address, reading, MAX_OFFSET, first_row)
+        return
+    array = batch.column(reading.column)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     # Arrow trusts a file that declares its bytes to be UTF-8, so they are read as bytes.
-    if reading.conversations is None:
-        array = as_bytes(batch.column(reading.column))
-        if len(array) > 1 and array.nbytes > MAX_OFFSET:
-            half = len(array) // 2
-            yield from _rows(batch.slice(0, half), reading, address, first_row)
-            yield from _rows(batch.slice(half), reading, address, first_row + half)
-            return
-        texts = as_text(array.cast(pa.binary()))
-        if texts is not None:
-            yield texts
-            return
-        array.validate(full=True)
-    columns = {name: as_bytes(batch.column(name)) for name in batch.schema.names}
-    rows = iter(pa.RecordBatch.from_pydict(columns).to_pylist())
+    array = array.cast(pa.large_binary())
+    if len(array) > 1 and array.nbytes > MAX_OFFSET:
+        half = len(array) // 2
+        yield from _rows(batch.slice(0, half), reading, address, first_row)
+        yield from _rows(batch.slice(half), reading, address, first_row + half)
+        return
+    if (texts := as_text(array.cast(pa.binary()))) is not None:
+        yield texts
+        return
+    array.validate(full=True)
+    rows = ({reading.column: text} for text in array.to_pylist())
     yield from _of_objects(rows, address, reading, MAX_OFFSET, first_row)

@@ -97,25 +97,6 @@ def as_text(rows: pa.BinaryArray) -> pa.StringArray | None:
     return texts
 
 
-def as_bytes(array: pa.Array) -> pa.Array:
-    """A column with the bytes of its texts, also those inside of lists and structs."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    return array.cast(_raw_type(array.type))
-
-
-def _raw_type(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_string(kind):
-        return pa.binary()
-    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return pa.large_binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _raw_type(field.type)) for field in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.large_list(_raw_type(kind.value_type))
-    return kind
-
-
 def decode(data: bytes, errors: Errors, start: int = 0) -> str | None:
     """The text of `data`, which begins at byte `start`, or None to skip it.
 

@@ -265,16 +265,15 @@ def test_a_file_without_pairs_is_refused_before_it_is_divided(tmp_path, name, re
         plan_partitions(cut_file(tmp_path / name), READING, 100, FactCache(tmp_path / "kept.json"))
 
 
-@pytest.mark.parametrize(("name", "place"), [("a.jsonl", "line 2"), ("a.parquet", "row 2")])
-def test_texts_that_are_not_utf8_are_treated_as_documents_are(tmp_path, name, place):
-    path = tmp_path / name
-    if name == "a.jsonl":
-        path.write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff", "answer": "c"}\n')
-    else:
-        binary = pa.array([b"a", b"\xff"]).view(pa.string())
-        pq.write_table(pa.table({"prompt": binary, "answer": ["b", "c"]}), path)
-    with pytest.raises(DataError, match=f"{path}, {place}: is not UTF-8"):
+def test_texts_that_are_not_utf8_are_treated_as_documents_are_and_refused_in_a_table(tmp_path):
+    path, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    path.write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff", "answer": "c"}\n')
+    with pytest.raises(DataError, match=f"{path}, line 2: is not UTF-8"):
         pairs_in(cut_file(path))
+    binary = pa.array([b"a", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": binary, "answer": ["b", "c"]}), table)
+    with pytest.raises(DataError, match=f"{table}: cannot be read: .*Invalid UTF8"):
+        pairs_in(cut_file(table))
     skipping, replacing = (Reading(errors=e, conversations=PLAIN) for e in ("skip", "replace"))
     assert pairs_in(cut_file(path), skipping) == ([("a", "b")], 1)
     assert pairs_in(cut_file(path), replacing) == ([("a", "b"), ("�", "c")], 0)

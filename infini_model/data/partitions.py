@@ -23,13 +23,13 @@ from infini_model.data.manifest import FORMAT_VERSION, Shard, Split, TokenizerRe
 from infini_model.data.sources.files import FileRange, SourceFile, file_errors, open_source
 from infini_model.data.sources.formats import (
     bytes_of,
-    check_rows,
     content_of,
     cut_of,
     text_of_file,
 )
 from infini_model.data.sources.rows import Reading, text_bytes, text_columns
 from infini_model.runtime import storage
+from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import FactCache
 from infini_model.runtime.records import Record
 
@@ -109,7 +109,8 @@ def plan_partitions(
     names a file that cannot be read or has no such column.
     """
     for part in ranges:
-        check_rows(part, reading)
+        if reading.conversations is not None and part.kind == "text":
+            raise DataError(f"{part.file.address}: is text; data.source.pairs takes files of rows")
     parquet = [part.file for part in ranges if cut_of(part, reading) == "row groups"]
     groups = _all_groups(parquet, reading, target_bytes, facts)
     partitions: list[Partition] = []

@@ -64,14 +64,13 @@ def _read_text(
 class Format(NamedTuple):
     """A format of files, with their suffixes in lower case.
 
-    `cut` is the unit of ranges; where a file may be `compressed` as a whole, that is read whole.
+    `cut` is the unit of ranges; a file that is compressed is read whole, unless it has row groups.
     `read` gives the rows of a range, as `read_range` does.
     """
 
     suffixes: tuple[str, ...]
     cut: Cut
     read: Reader
-    compressed: bool = True
 
 
 TEXTS = (".txt", ".text", ".md", ".rst", ".adoc", ".org", ".tex")
@@ -87,7 +86,7 @@ FORMATS: dict[str, Format] = {
     "json": Format((".json",), "whole", read_json),
     "csv": Format((".csv",), "whole", functools.partial(read_csv, delimiter=",")),
     "tsv": Format((".tsv",), "whole", functools.partial(read_csv, delimiter="\t")),
-    "parquet": Format((".parquet",), "row groups", read_parquet, compressed=False),
+    "parquet": Format((".parquet",), "row groups", read_parquet),
 }
 # Text for each byte of a file that is compressed as a whole.
 EXPANSION = 4
@@ -118,7 +117,7 @@ def format_of(name: str, given: str | None = None) -> str:
     kind = given or next((k for k, each in FORMATS.items() if stem.endswith(each.suffixes)), "")
     if not codec or not kind:
         return kind
-    return f"{kind}.{codec}" if FORMATS[kind].compressed else ""
+    return "" if kind == "parquet" else f"{kind}.{codec}"  # which compresses its columns
 
 
 def codec_of(name: str) -> str:
@@ -163,13 +162,6 @@ def content_of(part: FileRange) -> str:
 def bytes_of(part: FileRange) -> str:
     """The identity of the bytes of a range and of their format, however they are read."""
     return f"{part.file.fingerprint} {part.format} {part.start} {part.stop} {part.rows}"
-
-
-def check_rows(part: FileRange, reading: Reading) -> None:
-    """Raise `DataError` if conversations are asked for of a file without rows."""
-    if reading.conversations is not None and part.kind == "text":
-        known = " ".join(each for each in FORMATS if each != "text")
-        raise DataError(f"{part.file.address}: is text; data.source.pairs takes rows: {known}")
 
 
 def read_documents(

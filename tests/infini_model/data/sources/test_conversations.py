@@ -256,7 +256,7 @@ def test_a_wrong_row_is_named_in_one_line(tmp_path):
     ("name", "reason"),
     [
         ("a.parquet", r"a\.parquet: has no columns of .*: text, prompt"),
-        ("a.txt", r"a\.txt: is text; data\.source\.pairs takes rows: jsonl"),
+        ("a.txt", r"a\.txt: is text; data\.source\.pairs takes files of rows"),
     ],
 )
 def test_a_file_without_pairs_is_refused_before_it_is_divided(tmp_path, name, reason):

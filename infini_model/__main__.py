@@ -22,7 +22,8 @@ from infini_model.data.downloads import download_shards
 from infini_model.data.lookup import finished_dataset
 from infini_model.data.screen import screen_sources
 from infini_model.data.sources.files import Listing
-from infini_model.data.sources.listing import list_sources, using_raw_files
+from infini_model.data.sources.listing import list_sources, raw_files_lock
+from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.records import read_record
 from infini_model.runtime.runs import is_started, read_run
@@ -40,7 +41,7 @@ def _weights(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 def _download(config: Config, _arguments: argparse.Namespace) -> dict[str, Any]:
     run = config.run
     # Until the listing names them, nothing else protects the files from being cleaned up.
-    with using_raw_files(run.output_dir):
+    with storage.lock(raw_files_lock(run.output_dir), shared=True):
         listing = list_sources(
             config.data,
             run.output_dir,

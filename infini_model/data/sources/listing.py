@@ -10,7 +10,6 @@ import logging
 import os
 import sysconfig
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from infini_model.config import DataConfig, FilesSource, HubSource
@@ -27,7 +26,6 @@ from infini_model.data.sources.files import (
 )
 from infini_model.data.sources.formats import check_format, whole_file
 from infini_model.data.sources.rows import Reading
-from infini_model.runtime import storage
 from infini_model.runtime.errors import DataError
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore, StoredObject, matching
@@ -97,13 +95,11 @@ def _list_source(source: Source, raw_dir: Path, progress: OnProgress | None) -> 
     return [whole_file(file, source.format) for file in files]
 
 
-def using_raw_files(output_dir: Path) -> AbstractContextManager[bool]:
-    """The lock to hold while files in `<output_dir>/raw/` are needed that no listing names yet."""
-    return storage.lock(raw_files_lock(output_dir), shared=True)
-
-
 def raw_files_lock(output_dir: Path) -> Path:
-    """Held exclusively by whoever removes downloaded files, for moments only."""
+    """The lock of files in `<output_dir>/raw/`: held exclusively by whoever removes some.
+
+    Whoever needs files that no listing names yet shares it.
+    """
     return output_dir / "raw" / ".lock"
 
 

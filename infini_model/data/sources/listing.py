@@ -107,11 +107,9 @@ def reading_of(source: Source) -> Reading:
     """The settings of a source that decide its documents, before its tokenizer is known."""
     if source.screen is not None:
         return Reading()  # of the files that screening leaves
-    reading = Reading(source.column, min_characters=source.min_characters)
-    if source.pairs:
-        template = ChatTemplate(source.template or PLAIN_TEMPLATE)
-        chats = Conversations(template, source.learn, tuple(source.columns))
-        reading = dataclasses.replace(reading, conversations=chats)
+    template = ChatTemplate(source.template or PLAIN_TEMPLATE)
+    chats = Conversations(template, source.learn, tuple(source.columns)) if source.pairs else None
+    reading = Reading(source.column, min_characters=source.min_characters, conversations=chats)
     if isinstance(source, FilesSource):
         return dataclasses.replace(reading, errors=source.errors, separator=source.separator)
     return reading

@@ -7,6 +7,7 @@ imported only by the commands that need them, after the configuration has been c
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -424,18 +425,19 @@ def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
 
     served = Served.load(asked.config, checkpoint or latest_run(asked.config))
     talk = Conversation(served, asked.config.run.seed)
-    while True:
-        try:
-            # As in `_read_prompt`, what is typed need not be UTF-8.
-            text = os.fsencode(input("> ")).decode("utf-8")
-        except EOFError:
+    with contextlib.closing(served.engine):
+        while True:
+            try:
+                # As in `_read_prompt`, what is typed need not be UTF-8.
+                text = os.fsencode(input("> ")).decode("utf-8")
+            except EOFError:
+                typer.echo()
+                return
+            except UnicodeDecodeError as error:
+                raise UserError("stdin: is not UTF-8 text") from error
+            for piece in talk.reply(text):
+                typer.echo(piece, nl=False)
             typer.echo()
-            return
-        except UnicodeDecodeError as error:
-            raise UserError("stdin: is not UTF-8 text") from error
-        for piece in talk.reply(text):
-            typer.echo(piece, nl=False)
-        typer.echo()
 
 
 @app.command()

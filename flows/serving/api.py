@@ -27,11 +27,14 @@ from flows.serving.servers import api_lock, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError, describe_error
 from infini_model.runtime.storage import lock
+from infini_model.serving.engine import Engine
 from infini_model.serving.openai import Asked, ChatCompletion, Completion
 from infini_model.serving.requests import Accepted, EngineError, Event, Piece, joined
 from infini_model.serving.served import Served
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from starlette.types import ASGIApp
 
 # For answers in progress when the server is stopped.
@@ -40,27 +43,32 @@ GRACE_SECONDS = 3
 POLL_SECONDS = 0.5
 
 
-def refused(status: int, message: str, key: str | None = None) -> Response:
-    """An error in OpenAI's form."""
+def refused(status: int, message: str) -> Response:
+    """Return an error in OpenAI's form; a key at the beginning of the message is its `param`."""
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    error = {"message": message, "type": kind, "param": key, "code": None}
+    key, colon, _ = message.partition(": ")
+    param = key if colon and " " not in key else None
+    error = {"message": message, "type": kind, "param": param, "code": None}
     return JSONResponse({"error": error}, status)
 
 
 def refused_for(error: Exception) -> Response:
-    """An error in OpenAI's form: one line about the request, or a failure of the server."""
+    """Return an error in OpenAI's form: one line about the request, or a failure of the server."""
     if isinstance(error, HTTPException):
         return refused(error.status_code, error.detail)
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        # Without the types of a union, which Pydantic names as well.
-        places = [str(part) for part in first["loc"][1:] if str(part).replace("_", "").isalnum()]
-        key = ".".join(part for part in places if part not in ("str", "int"))
-        message = first["msg"].removeprefix("Value error, ")
-        return refused(HTTPStatus.BAD_REQUEST, f"{key}: {message}" if key else message, key or None)
-    is_mistake = isinstance(error, UserError)
-    status = HTTPStatus.BAD_REQUEST if is_mistake else HTTPStatus.INTERNAL_SERVER_ERROR
-    return refused(status, describe_error(error))
+    if isinstance(error, UserError):
+        return refused(HTTPStatus.BAD_REQUEST, describe_error(error))
+    if not isinstance(error, RequestValidationError):
+        return refused(HTTPStatus.INTERNAL_SERVER_ERROR, describe_error(error))
+    # Of a union, the form that came closest. Pydantic names the types as well.
+    closest = max(error.errors(), key=lambda each: len(each["loc"]))
+    if closest["type"] == "json_invalid":
+        return refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {closest['ctx']['error']}")
+    places = [str(part) for part in closest["loc"] if str(part).replace("_", "").isalnum()]
+    key = ".".join(part for part in places if part not in ("body", "str", "int")) or "the body"
+    message = closest["msg"].removeprefix("Value error, ")
+    names_key = closest["type"] == "value_error"
+    return refused(HTTPStatus.BAD_REQUEST, message if names_key else f"{key}: {message}")
 
 
 class Answers:
@@ -96,8 +104,9 @@ class Answers:
                 if isinstance(event, Exception):
                     raise event
                 if isinstance(event, Accepted):
-                    self._prompt_tokens += event.prompt_tokens
-                    self._known_tokens += event.known_tokens
+                    if row % (self._asked.n or 1) == 0:  # once for all answers to a prompt
+                        self._prompt_tokens += event.prompt_tokens
+                        self._known_tokens += event.known_tokens
                     yield row, None
                     continue
                 self._generated[row] = event.generated
@@ -115,7 +124,7 @@ class Answers:
         raise ClientDisconnect
 
     async def whole(self) -> dict[str, Any]:
-        """The response with all choices. Raises as `_pieces` does."""
+        """Return the response with all choices. Raises as `_pieces` does."""
         pieces = dict[int, list[Piece]]()
         async for row, piece in self._pieces():
             pieces.setdefault(row, []).extend([] if piece is None else [piece])
@@ -123,11 +132,12 @@ class Answers:
         return self._response(choices) | {"usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The response as server-sent events; empty ones first, when choices are accepted."""
-        options, begun = self._asked.stream_options, set[int]()
+        """Yield the response as server-sent events; empty ones first, for accepted choices."""
+        options, begun, is_accepted = self._asked.stream_options, set[int](), False
         try:
             async for row, piece in self._pieces():
                 if piece is None:
+                    is_accepted = True
                     yield ""
                     continue
                 yield _event(self._response([self._choice(row, piece, begins=row not in begun)]))
@@ -135,7 +145,11 @@ class Answers:
             if options is not None and options.include_usage:
                 yield _event(self._response([]) | {"usage": self._usage()})
             yield "data: [DONE]\n\n"
-        except EngineError as error:
+        except ClientDisconnect:
+            return
+        except (EngineError, UserError) as error:
+            if not is_accepted:  # The response can still have a status of its own.
+                raise
             yield _event(json.loads(bytes(refused_for(error).body)))
 
     def _choice(self, row: int, piece: Piece, *, begins: bool) -> dict[str, Any]:
@@ -143,7 +157,7 @@ class Answers:
         return {"index": row, **choice, "finish_reason": piece.finish_reason}
 
     def _response(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = self._asked.objects[self._asked.stream]
+        kind = self._asked.objects[bool(self._asked.stream)]
         known = {"id": self._id, "object": kind, "created": self._created}
         return known | {"model": self._served.name, "choices": choices}
 
@@ -162,10 +176,10 @@ def _event(data: dict[str, Any]) -> str:
 
 
 async def answer(http: HttpRequest, asked: Asked, served: Served) -> Response:
-    """The response to a request of either kind."""
+    """Respond to a request of either kind."""
     if asked.model != served.name:
         message = f"model: got {asked.model!r}; this server has {served.name!r}"
-        return refused(HTTPStatus.NOT_FOUND, message, "model")
+        return refused(HTTPStatus.NOT_FOUND, message)
     answers = Answers(http, asked, served)
     try:
         if not asked.stream:
@@ -178,7 +192,7 @@ async def answer(http: HttpRequest, asked: Asked, served: Served) -> Response:
 
 
 def create_app(served: Served, key: str | None = None, hosts: tuple[str, ...] = ()) -> ASGIApp:
-    """The server's application; `key` is the API key that it requires.
+    """Make the server's application; `key` is the API key that it requires.
 
     It answers under loopback names, unless it has other `hosts`, and no page of another origin.
     """
@@ -187,7 +201,7 @@ def create_app(served: Served, key: str | None = None, hosts: tuple[str, ...] = 
     async def refuse(_: HttpRequest, error: Exception) -> Response:
         return refused_for(error)
 
-    for kind in (UserError, EngineError, RequestValidationError, HTTPException):
+    for kind in (UserError, EngineError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
     model = {"id": served.name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "infini-llama"}
@@ -199,6 +213,12 @@ def create_app(served: Served, key: str | None = None, hosts: tuple[str, ...] = 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name}")
+    async def retrieve(name: str) -> dict[str, Any]:
+        if name != served.name:
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"model: this server has {served.name!r}")
+        return model
 
     @app.post("/v1/completions")
     async def completions(asked: Completion, http: HttpRequest) -> Response:
@@ -213,6 +233,19 @@ def create_app(served: Served, key: str | None = None, hosts: tuple[str, ...] = 
         refusal = refused(HTTPStatus.UNAUTHORIZED, "the API key is missing or wrong")
         checked = with_authorization(app, f"Bearer {key}", refusal)
     return guarded(checked, hosts or LOOPBACK_NAMES)
+
+
+class _Server(uvicorn.Server):
+    """The server; a signal ends the answers in progress, too, so that their clients know."""
+
+    def __init__(self, settings: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(settings)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop the engine and the server."""
+        self._engine.stop()
+        super().handle_exit(sig, frame)
 
 
 def serve_model(
@@ -230,15 +263,17 @@ def serve_model(
         listener = socket.create_server((host, port))
     except OSError as error:
         raise UserError(f"--host, --port: {error.strerror}") from error
-    served = Served.load(config, folder, cache_gigabytes)
-    app = create_app(served, key, () if is_local else ("*",))
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
-    address = f"http://{host}:{port}/v1"
-    record = api_lock(prefect_dir(config), port)
-    with lock(record), contextlib.suppress(KeyboardInterrupt):
+    record, address = api_lock(prefect_dir(config), port), f"http://{host}:{port}/v1"
+    with lock(record, wait=False) as is_free, contextlib.suppress(KeyboardInterrupt):
+        if not is_free:
+            raise UserError(f"--port: another infini api of this output folder has port {port}")
+        record.write_text("", encoding="utf-8")
+        served = Served.load(config, folder, cache_gigabytes)
+        app = create_app(served, key, () if is_local else ("*",))
+        settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
         record.write_text(f"{address}  {served.name}", encoding="utf-8")
         print(f"OpenAI API  {address}")
         print(f"Model       {served.name}")
         print("Ready. Ctrl-C stops it.", flush=True)
-        uvicorn.Server(settings).run(sockets=[listener])
-    served.engine.close()
+        with contextlib.closing(served.engine):
+            _Server(settings, served.engine).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""Request checks in front of Prefect's and MLflow's servers, which run as one process each.
+"""Request checks in front of the servers: Prefect's, MLflow's and that of `infini api`.
 
 Loopback alone is no protection: a browser on this machine sends requests there for any web page,
 and Prefect runs what it is asked to run. A server therefore answers only under loopback names,
@@ -74,7 +74,7 @@ def with_authorization(app: ASGIApp, expected: str, refusal: Response) -> ASGIAp
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] != "/health":
             given = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(given.encode(), expected.encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), expected.encode()):
                 await refusal(scope, receive, send)
                 return
         await app(scope, receive, send)

@@ -120,13 +120,14 @@ def prefect_dir(config: Config) -> Path:
 
 
 def api_lock(home: Path, port: int) -> Path:
-    """The file that `infini api` holds locked, in which its address and its model stand."""
+    """Name the file that `infini api` holds locked, with its address and its model."""
     return home / f"api-{port}.lock"
 
 
 def running_apis(home: Path) -> set[str]:
-    """The addresses and models of each `infini api` of the output folder."""
-    return {file.read_text() for file in home.glob("api-*.lock") if is_locked(file)}
+    """List each `infini api` of the output folder that is ready: its address and its model."""
+    known = (file.read_text() for file in home.glob("api-*.lock") if is_locked(file))
+    return set(filter(None, known))
 
 
 def prefect_environment(config: Config) -> dict[str, str]:

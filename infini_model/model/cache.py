@@ -10,13 +10,17 @@ from torch.nn import functional
 
 from infini_model.model.window import Window
 
+# By so many slots a cache grows: each time it is copied.
+SLOTS = 128
+
 
 class CacheUpdate(NamedTuple):
     """The slots of a chunk's tokens in each row's caches of the open segment.
 
     Attributes:
-        slots: Slot of each token, [B, T], which is its place in the segment; L for padding.
-        segment_length: L.
+        slots: Slot of each token, [B, T], which is its place in the segment; that of padding
+            follows those in use.
+        room: How many slots the caches of the open segment need, at most L + 1.
         mask: True where a token sees a slot of the window's cache, [B, 1, T, k + n · L + m], m
             being the slots in use.
         completes: Rows whose segment is full after the chunk, [B] bool; None if there are none.
@@ -27,7 +31,7 @@ class CacheUpdate(NamedTuple):
     """
 
     slots: Tensor
-    segment_length: int
+    room: int
     mask: Tensor
     completes: Tensor | None
     last: Tensor
@@ -47,18 +51,19 @@ class CacheUpdate(NamedTuple):
         length, width, device = window.segment_length, chunk.size(1), chunk.device
         filled = position % length
         end = filled + counts
-        if int(end.max()) > length:
-            raise ValueError(f"input_ids: {int(end.max()) - length} tokens beyond the segment")
+        most = int(end.max())
+        if most > length:
+            raise ValueError(f"input_ids: {most - length} tokens beyond the segment")
         index = torch.arange(width, device=counts.device)
         real = index < counts[:, None]
-        slots = torch.where(real, filled[:, None] + index, length)
-        used = torch.arange(max(1, int(end.max())), device=counts.device)
+        slots = torch.where(real, filled[:, None] + index, most)
+        used = torch.arange(max(1, most), device=counts.device)
         older = window.older(position // length)[:, None].expand(-1, width, -1)
         mask = torch.cat((older, used <= slots[:, :, None]), 2).unsqueeze(1)
         completes = end == length
         return cls(
             slots=slots.to(device),
-            segment_length=length,
+            room=min(length + 1, (most // SLOTS + 1) * SLOTS),
             mask=mask.to(device),
             completes=completes.to(device) if bool(completes.any()) else None,
             last=(counts - 1).to(device),
@@ -76,10 +81,10 @@ class CacheUpdate(NamedTuple):
     def write(self, cache: Tensor, new: Tensor, before: int = 0) -> Tensor:
         """`cache` [B, H_kv, before + m, D] with `new` [B, H_kv, T, D] in the slots of its tokens.
 
-        `before` slots precede those of the open segment, of which the result has L + 1.
+        `before` slots precede those of the open segment, of which the result has `room` or more.
         """
-        missing = before + self.segment_length + 1 - cache.size(2)
-        if missing:
+        missing = before + self.room - cache.size(2)
+        if missing > 0:
             cache = functional.pad(cache, (0, 0, 0, missing))
         elif not self.in_place:
             cache = cache.clone()

@@ -293,9 +293,8 @@ class InfiniLlama(nn.Module):
         """
         self._refuse_without_state()
         config, like, layers = self.config, self.model.norm.weight, list[LayerState]()
-        heads, slots = config.key_value_heads, config.segment_length + 1
         for attention in self.attentions:
-            shape = (batch, heads, self.model.window.kept + slots, config.head_dim)
+            shape = (batch, config.key_value_heads, self.model.window.kept, config.head_dim)
             keys, values = like.new_zeros(shape), like.new_zeros(shape)
             rule = attention.memory
             state = None if rule is None else rule.empty_state(batch, config, like)

@@ -21,9 +21,8 @@ class LayerState(NamedTuple):
 
     Attributes:
         keys: Rotated keys, [B, H_kv, k + n · L + m, D]: the sinks and the n earlier segments of
-            `Window`, then the open segment, the one that is not full yet. m is at most
-            segment_length + 1, where the last slot takes padding; slots after a row's last token
-            are masked.
+            `Window`, then the open segment, the one that is not full yet. m grows with its tokens
+            to at most segment_length + 1; slots after a row's last token are masked.
         values: Their values, of the same shape.
         rule: The state of the memory; None in a model without.
     """
@@ -50,12 +49,12 @@ class State(NamedTuple):
         return repeated
 
     def rows(self, index: Sequence[int]) -> State:
-        """A copy of some rows."""
+        """Copy some rows."""
         chosen: State = tree_map_only(Tensor, lambda x: x[list(index)], self)
         return chosen
 
     def to(self, device: torch.device) -> State:
-        """The state on a device, but for the positions."""
+        """Move all but the positions to a device."""
         layers = tree_map_only(Tensor, lambda x: x.to(device), self.layers)
         return State(layers, self.position)
 
@@ -66,7 +65,7 @@ class State(NamedTuple):
 
     @staticmethod
     def joined(states: Sequence[State]) -> State:
-        """A copy of the rows of all `states`; open segments get as many slots as the longest."""
+        """Copy the rows of all `states` into one; open segments get the slots of the longest."""
 
         def join(*parts: Tensor | None) -> Tensor | None:
             tensors = [part for part in parts if part is not None]

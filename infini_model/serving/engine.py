@@ -63,7 +63,7 @@ class Engine:
             raise UserError("answers need a causal model; this one generates by diffusion")
         self._model, self._tokenizer, self._known = model, tokenizer, known
         self._length = model.config.segment_length
-        self._arrived = queue.SimpleQueue[Request | None]()
+        self._arrived, self._stops = queue.SimpleQueue[Request | None](), False
         self._reading, self._writing = list[_Row](), list[_Row]()
         # Of the rows that are written.
         self._state: State | None = None
@@ -76,55 +76,71 @@ class Engine:
 
         Raises `UserError` if its prompt is empty or has a token outside the vocabulary.
         """
-        if not request.ids:
+        if not len(request.ids):
             raise UserError("prompt: is empty")
-        check_tokens("prompt", torch.tensor(request.ids), self._model.lm_head.out_features)
+        check_tokens("prompt", torch.as_tensor(request.ids), self._model.lm_head.out_features)
         self._arrived.put(request)
 
-    def close(self) -> None:
-        """End the thread after its turn; unfinished answers stay so."""
+    def stop(self) -> None:
+        """End the thread after its turn; unfinished answers fail."""
+        self._stops = True
         self._arrived.put(None)
+
+    def close(self) -> None:
+        """Stop the thread and wait for its end."""
+        self.stop()
         self._thread.join()
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while True:
-            for request in self._arrivals():
-                if request is None:
-                    return
-                self._begin(request)
-            rows = [*self._reading, *self._writing]
+        requests = list[Request]()
+        while not self._stops:
             try:
+                for request in self._arrivals():
+                    requests = [request]
+                    self._begin(request)
+                requests = [row.request for row in (*self._reading, *self._writing)]
                 self._read()
                 self._write()
+            except UserError as error:
+                self._fail(requests, error)
             except Exception as error:  # such as a lack of memory; all who wait are to know
-                log.exception("the requests in progress have failed")
-                failure = EngineError(f"the request has failed: {describe_error(error)}")
-                for row in rows:
-                    row.request.emit(failure)
-                self._reading, self._writing = [], []
-                self._state, self._logits = None, self._logits[:0]
+                log.exception("%d requests have failed", len(requests))
+                self._fail(
+                    requests, EngineError(f"the request has failed: {describe_error(error)}")
+                )
+        stopping = EngineError("the server is stopping")
+        self._fail([row.request for row in (*self._reading, *self._writing)], stopping)
+        while waiting := self._arrived.get() if self._arrived.qsize() else None:
+            waiting.emit(stopping)
 
-    def _arrivals(self) -> Iterator[Request | None]:
-        """Requests for which there is room; waits for one if there is nothing else to do."""
+    def _fail(self, requests: list[Request], failure: Exception) -> None:
+        """Report a failure to these requests, and drop their rows."""
+        for request in requests:
+            request.emit(failure)
+        self._reading = [row for row in self._reading if row.request not in requests]
+        if any(row.request in requests for row in self._writing):
+            self._writing, self._state, self._logits = [], None, self._logits[:0]
+
+    def _arrivals(self) -> Iterator[Request]:
+        """Yield requests for which there is room; wait for one if there is nothing else to do."""
         while (rows := len(self._reading) + len(self._writing)) < MOST_ROWS:
             try:
-                yield self._arrived.get(block=not rows)
+                request = self._arrived.get(block=not rows)
             except queue.Empty:
                 return
+            if request is None:
+                return
+            yield request
 
     def _begin(self, request: Request) -> None:
-        """Find out from where a request is to be read."""
+        """Find out from where a request is to be read. Raises `UserError` for a lost session."""
         known: Known | None
-        try:
-            if request.session is not None:
-                known = self._known.named(request.session)
-                request.ids = [*known.unread, *request.ids]
-            elif known := self._known.longest(request.ids):
-                request.ids = request.ids[known.text.length :]
-        except UserError as error:
-            request.emit(error)
-            return
+        if request.session is not None:
+            known = self._known.named(request.session)
+            request.ids = np.concatenate((np.asarray(known.unread, dtype=np.int64), request.ids))
+        elif known := self._known.longest(request.ids):
+            request.ids = request.ids[known.text.length :]
         if known is None:
             text, state = Text(), self._model.empty_state(1)
         else:
@@ -166,7 +182,7 @@ class Engine:
             self._logits = torch.cat((self._logits, logits[done]))
 
     def _chunks(self) -> dict[_Row, np.ndarray]:
-        """The rows that are read in one pass, and what of each: no further than a border.
+        """Choose the rows that are read in one pass, and what of each: no further than a border.
 
         They are in open segments that they do not leave, or begin as many whole segments.
         """
@@ -213,7 +229,7 @@ class Engine:
                 self._logits = model.lm_head(hidden[:, -1])
 
     def _draw(self) -> list[int]:
-        """The next token of each answer, drawn together where the settings are equal."""
+        """Draw the next token of each answer, together where the settings are equal."""
         drawn = torch.tensor([row.generator.random() for row in self._writing], dtype=torch.float64)
         alike = dict[SampleConfig, list[int]]()
         for index, row in enumerate(self._writing):
@@ -225,7 +241,7 @@ class Engine:
         return drawn_tokens
 
     def _scores(self, tokens: list[int]) -> dict[int, ScoredToken]:
-        """The scores of the tokens of those rows that ask for them."""
+        """Score the tokens of those rows that ask for it."""
         scores = dict[int, ScoredToken]()
         for index, (row, token) in enumerate(zip(self._writing, tokens, strict=True)):
             if (count := row.request.likeliest) is not None:

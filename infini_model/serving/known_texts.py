@@ -28,13 +28,13 @@ MOST_STATES = 10_000
 
 @dataclass(frozen=True)
 class Text:
-    """A text, which is told from others by a hash of its tokens."""
+    """A text, known by a hash of its tokens."""
 
     length: int = 0
     hashed: Any = field(default_factory=hashlib.blake2b)
 
     def followed_by(self, ids: Sequence[int] | np.ndarray) -> Text:
-        """The text with these tokens after it."""
+        """Return the text with these tokens after it."""
         hashed = self.hashed.copy()
         hashed.update(np.asarray(ids, dtype=np.int64).tobytes())
         return Text(self.length + len(ids), hashed)
@@ -82,9 +82,11 @@ class KnownTexts:
             self._names.popitem(last=False)
 
     def named(self, name: str) -> Known:
-        """The text of this name. Raises `UserError` if it is not, or no longer, known."""
+        """Return the text of this name. Raises `UserError` if it is not, or no longer, known."""
         text, unread = self._names.get(name, (Text(), ()))
         known = self._find(text)
+        if name in self._names:
+            self._names.move_to_end(name)
         if known is None:
             raise UserError(
                 f"session: {name!r} is not the id of a response of this server, or others have "
@@ -92,8 +94,8 @@ class KnownTexts:
             )
         return known._replace(unread=unread)
 
-    def longest(self, ids: Sequence[int]) -> Known | None:
-        """The longest known text that `ids` begin with, and are longer than."""
+    def longest(self, ids: Sequence[int] | np.ndarray) -> Known | None:
+        """Find the longest known text that `ids` begin with, and are longer than."""
         every, text, found = np.asarray(ids, dtype=np.int64), Text(), Text()
         lengths = {known.text.length for known in self._states.values()}
         for before, length in pairwise(sorted({0, *(n for n in lengths if n < len(every))})):
@@ -109,7 +111,7 @@ class KnownTexts:
 
 
 def borders(end: int, segment_length: int) -> set[int]:
-    """The segment borders before `end` at which the state of a text of that length is kept.
+    """Return the segment borders before `end` at which the state of a text so long is kept.
 
     They are the last one, and the last that are one, two, four, … segments before the end.
     """

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, prompt_ids
 from infini_model.runtime.errors import UserError
@@ -20,10 +21,22 @@ from infini_model.serving.requests import Event, Piece, Request
 from infini_model.serving.served import Served
 
 # What changes no answer.
-IGNORED = ("metadata", "parallel_tool_calls", "prompt_cache_key", "service_tier", "store", "user")
+IGNORED = {
+    *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "service_tier", "store", "user"),
+}
+# What else asks for nothing, besides null, false, 0 and what is empty.
+NOTHING: dict[str, Any] = {
+    "best_of": 1,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+}
+MOST_CHOICES = 1024
 
-Likeliest = Annotated[int, Field(ge=0, le=20)]
-StopString = Annotated[str, Field(min_length=1)]
+Likeliest = Annotated[int, Field(strict=True, ge=0, le=20)]
+StopString = Annotated[str, Field(min_length=1, max_length=200)]
+TokenIds = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
 
 
 class StreamOptions(BaseModel):
@@ -49,17 +62,17 @@ class Asked(BaseModel):
     temperature: Annotated[float, Field(ge=0.0)] | None = None
     top_k: Annotated[int, Field(gt=0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
-    seed: NonNegativeInt | None = None
-    stop: StopString | list[StopString] | None = None
-    stream: bool = False
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     session: str | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> Self:
         for key, value in (self.model_extra or {}).items():
-            if value and key not in IGNORED:
+            if value and key not in IGNORED and value != NOTHING.get(key):
                 raise ValueError(f"{key}: is not supported")
         return self
 
@@ -75,9 +88,16 @@ class Asked(BaseModel):
             raise UserError(f"session: takes the id of a response that begins with {self.prefix}")
         given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         sampling = served.sampling.updated(**{k: v for k, v in given.items() if v is not None})
-        seed = secrets.randbits(32) if self.seed is None else self.seed
-        prompts, ends = self.texts(served)
-        rows = [ids for ids in prompts for _ in range(self.n)]
+        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
+        try:
+            prompts, ends = self.texts(served)
+        except UnicodeEncodeError as error:
+            raise UserError("the text has half of a character (a lone surrogate)") from error
+        count = self.n or 1
+        if not 0 < len(prompts) * count <= MOST_CHOICES:
+            asked = f"{len(prompts):,} prompts with {count} answers each"
+            raise UserError(f"prompt: got {asked}; takes up to {MOST_CHOICES:,} answers")
+        rows = [ids for ids in map(np.asarray, prompts) for _ in range(count)]
         return [
             Request(
                 ids=ids,
@@ -114,7 +134,7 @@ class Completion(Asked):
     prefix = "cmpl-"
     objects = "text_completion", "text_completion"
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | list[str] | list[TokenIds]
     logprobs: Likeliest | None = None
 
     @property
@@ -173,12 +193,16 @@ class ChatCompletion(Asked):
     prefix = "chatcmpl-"
     objects = "chat.completion", "chat.completion.chunk"
 
-    max_tokens: NonNegativeInt | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
+    max_completion_tokens: NonNegativeInt | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
+
+    @model_validator(mode="after")
+    def _has_one_limit(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
 
     @property
     def likeliest(self) -> int | None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.evaluation.prompt import PieceDecoder
+from infini_model.evaluation.prompt import CONTEXT, PieceDecoder
 
 FinishReason = Literal["stop", "length"]
 
@@ -52,7 +54,7 @@ class EngineError(RuntimeError):
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of an answer as one."""
+    """Join the pieces of an answer."""
     tokens = [token for piece in pieces for token in piece.tokens]
     return pieces[-1]._replace(text="".join(piece.text for piece in pieces), tokens=tokens)
 
@@ -75,7 +77,7 @@ class Request:
         is_cancelled: Set by whoever no longer wants the answer.
     """
 
-    ids: Sequence[int]
+    ids: Sequence[int] | np.ndarray
     sampling: SampleConfig
     max_tokens: int
     end_token_ids: tuple[int, ...]
@@ -93,7 +95,7 @@ class Answer:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
-        self._decoder = PieceDecoder(tokenizer, list(request.ids))
+        self._decoder = PieceDecoder(tokenizer, list(request.ids[-2 * CONTEXT :]))
         self._held, self._tokens = "", list[ScoredToken]()
         self._generated = 0
 

@@ -58,7 +58,7 @@ class Served:
         return cls(name, engine, tokenizer, template, config.evaluation.sample)
 
     def turn_ids(self, messages: Messages, *, follows: bool) -> list[int]:
-        """The ids of messages up to the answer, which begin a conversation or follow an answer.
+        """Return the ids of messages up to the answer; they begin or follow a conversation.
 
         Raises `DataError` in one line if the template refuses the messages.
         """
@@ -67,7 +67,7 @@ class Served:
 
 
 def _form(config: Config, model_dir: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The form of conversations with the model of a folder.
+    """Choose the form of conversations with the model of a folder.
 
     It is `data.source.template`, that of its run where it is part of one, or else that of its
     tokenizer. Warns if nothing says that the model has seen conversations.
@@ -111,12 +111,15 @@ class Conversation:
             name=f"{id(self)}-{before + 1}",
         )
         served.engine.submit(request)
-        finish_reason = None
-        while finish_reason is None:
-            event = events.get()
-            if isinstance(event, Exception):
-                raise event
-            if isinstance(event, Piece):
-                yield event.text
-                finish_reason = event.finish_reason
+        try:
+            finish_reason = None
+            while finish_reason is None:
+                event = events.get()
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, Piece):
+                    yield event.text
+                    finish_reason = event.finish_reason
+        finally:
+            request.is_cancelled = True
         self._turns += 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ import httpx
 import pytest
 import torch
 from commands import PATIENCE, Running, infini, infini_here
-from openai import APIStatusError, OpenAI
+from openai import APIError, APIStatusError, OpenAI
 from ports import free_port
 from real import smollm2
 from templates import of_messages
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flows.serving.servers import prefect_dir, running_apis
 from infini_model.config import SampleConfig, load_config
 from infini_model.data.tokenizers.bpe import train_tokenizer
-from infini_model.data.tokenizers.load import tokenizer_of
+from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.prompt import continue_prompt
 from infini_model.model.llama import InfiniLlama
@@ -64,10 +65,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     definition = train_tokenizer([["the stone under the river is a stone"]], 300).text
     shape = {"vocab_size": 301, "initializer_range": 0.4, "window_segments": 1}
     model = tiny_model(dtype=torch.float32, **shape)
-    is_written = [chr(byte) in "fgjk" for byte in range(256)] + [False] * 45
-    model.lm_head.weight.data[~torch.tensor(is_written)] = 0.0
+    (root / "tokenizer.json").write_text(definition)
+    # It writes letters that no merge has.
+    letters = load_tokenizer(str(root / "tokenizer.json")).encode_batch([*"fgjk"]).ids.tolist()
+    others = [token for token in range(shape["vocab_size"]) if token not in letters]
+    model.lm_head.weight.data[others] = 0.0
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(definition)
+    (root / "tokenizer.json").rename(folder / "tokenizer.json")
     stated = {"chat_template": of_messages("<{role}>{content}"), "eos_token": "<|end_of_text|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(stated))
     environment = os.environ | {"INFINI_API_KEY": KEY, "INFINI_OUTPUT_DIR": str(output)}
@@ -155,6 +159,9 @@ def test_a_session_costs_what_is_new_and_says_what_the_whole_conversation_does(
     [
         ({"model": "other"}, 404, "model: got 'other'; this server has 'tiny'"),
         ({"prompt": ""}, 400, "prompt: is empty"),
+        ({"prompt": []}, 400, "prompt: got 0 prompts with 1 answers each"),
+        ({"prompt": [2**63]}, 400, "prompt.0: Input should be less than 2147483648"),
+        ({"prompt": {}}, 400, "prompt: Input should be a valid string"),
         ({"prompt": [9999]}, 400, "prompt: token 9999 is outside the vocabulary of 301"),
         ({"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         ({"stop": ""}, 400, "stop: String should have at least 1 character"),
@@ -175,6 +182,37 @@ def test_a_mistake_is_refused_in_one_line(
     assert refused.value.body["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "the body is not JSON: "),
+        (b"null", "the body: Field required"),
+        (b'{"model":"tiny","prompt":"\\ud800"}', "the text has half of a character"),
+        (b'{"model":"tiny","prompt":["a","\\ud800"]}', "the text has half of a character"),
+    ],
+)
+def test_a_body_that_no_client_sends_is_refused_in_one_line(
+    server: Server, body: bytes, message: str
+) -> None:
+    url, headers = (
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        {"Content-Type": "application/json"},
+    )
+    told = httpx.post(url, content=body, headers=SIGNED_IN | headers, timeout=PATIENCE)
+    assert told.status_code == HTTPStatus.BAD_REQUEST
+    assert told.json()["error"]["message"].startswith(message)
+
+
+def test_settings_that_ask_for_nothing_are_accepted(server: Server) -> None:
+    neutral = {"n": None, "stream": None, "max_tokens": 3, "max_completion_tokens": None}
+    extra = {"response_format": {"type": "text"}, "tool_choice": "none", "seed": -1}
+    messages = [{"role": "user", "content": "a river"}]
+    said = server.client.chat.completions.create(
+        model="tiny", messages=messages, extra_body=neutral | extra
+    )
+    assert said.usage.completion_tokens == 3
+
+
 def test_only_programs_with_the_key_are_answered(server: Server) -> None:
     url = f"http://127.0.0.1:{server.port}"
     ask = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
@@ -192,7 +230,7 @@ def test_only_programs_with_the_key_are_answered(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_goes_away_is_no_longer_answered(server: Server, stream: bool) -> None:
+def test_a_client_that_disconnects_is_no_longer_answered(server: Server, stream: bool) -> None:
     body = json.dumps(ENDLESS | {"stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
     head += f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
@@ -206,7 +244,9 @@ def test_who_goes_away_is_no_longer_answered(server: Server, stream: bool) -> No
     assert server.client.completions.create(**ask).choices[0].finish_reason == "length"
 
 
-def test_what_cannot_be_served_is_refused_in_one_line(server: Server, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_is_refused_in_one_line(
+    server: Server, tmp_path: Path
+) -> None:
     server.model.save_pretrained(tmp_path / "model")
     for option, value, message in (
         ("--port", str(server.port), "--host, --port: Address already in use"),
@@ -226,8 +266,14 @@ def test_what_cannot_be_served_is_refused_in_one_line(server: Server, tmp_path: 
 def test_infini_serve_knows_it_while_it_runs(server: Server) -> None:
     home = prefect_dir(load_config(overrides=[{"run": {"output_dir": str(server.output)}}]))
     assert running_apis(home) == {f"http://127.0.0.1:{server.port}/v1  tiny"}
-    server.process.process.send_signal(2)
+    # It ends also while it answers, and says so.
+    pieces = iter(server.client.completions.create(**ENDLESS, stream=True))
+    next(pieces)
+    server.process.process.send_signal(signal.SIGINT)
+    with pytest.raises(APIError, match="the server is stopping"):
+        list(pieces)
     assert server.process.wait() == 0
+    assert "Traceback" not in server.process.output
     assert running_apis(home) == set()
 
 

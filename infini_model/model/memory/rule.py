@@ -204,7 +204,7 @@ class Rule(nn.Module):
         """As `forward`, for a chunk that goes where `update` says in the open segment of each row.
 
         `local` and what is returned are [B, H, T, D], `values` all of the segment, the chunk's
-        among them, [B, H_kv, L + 1, D].
+        among them, [B, H_kv, m, D].
         """
         length, last_query = self.segment_length, state.last_query
         queries, new_keys = self.shifted(q, k, state, update.starts[:, None])
@@ -241,12 +241,12 @@ class Rule(nn.Module):
         """The state before the first token, with the dtype and device of `like`."""
         heads, width = config.key_value_heads, config.head_dim
         memory = self.empty(rows, heads, width, dtype=like.dtype, device=like.device)
-        keys = like.new_zeros(rows, heads, config.segment_length + 1, width)
+        keys = like.new_zeros(rows, heads, 0, width)
         gates = memory.kv.new_zeros(*keys.shape[:-1], 2) if self.is_gated else None
         last_query = None
         if self.memory_query_shift is not None:
             last_query = like.new_zeros(rows, config.num_attention_heads, width)
-        return RuleState(memory, keys, gates, keys[:, :, 0], last_query)
+        return RuleState(memory, keys, gates, keys.new_zeros(rows, heads, width), last_query)
 
     @classmethod
     def states(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import BYTES, Asked, model_that_writes_letters, running
+from tiny_engines import BYTES, Asked, model_that_writes_letters, running
 from tiny_models import tiny_config
 
 from infini_model.config import SampleConfig
@@ -68,7 +68,7 @@ def test_a_draw_is_that_of_infini_generate() -> None:
     assert len(set(texts)) > 1
 
 
-def test_what_is_known_is_not_read_again() -> None:
+def test_a_known_text_is_not_read_again() -> None:
     model, read = model_that_writes_letters(), list[int]()
     extend = model.extend
 
@@ -100,7 +100,7 @@ def test_a_text_that_ends_otherwise_finds_a_state_near_where_it_parts(end, new, 
     assert parted - max((p for p in places if p <= parted), default=0) <= new + 2 * length
 
 
-def test_a_session_goes_on_where_an_answer_ended() -> None:
+def test_a_session_begins_where_an_answer_ended() -> None:
     model, chance = model_that_writes_letters(), random.Random(3)
     with running(model) as engine:
         text, session = b"", None
@@ -183,7 +183,7 @@ def test_scores_are_log_probabilities_of_the_model() -> None:
     assert ScoredToken(*piece.tokens[0]) == piece.tokens[0]
 
 
-def test_who_goes_away_makes_room_and_a_failure_reaches_all_who_wait(
+def test_a_cancelled_request_makes_room_and_a_failure_reaches_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_that_writes_letters()

@@ -1,8 +1,8 @@
 """Conversations, whose cost does not grow."""
 
 import pytest
-from serving import BYTES, model_that_writes_letters, running
 from templates import of_messages
+from tiny_engines import BYTES, model_that_writes_letters, running
 
 from infini_model.config import SampleConfig
 from infini_model.data.sources.chat import ChatTemplate

@@ -268,6 +268,8 @@ def serve_model(
         if not is_free:
             raise UserError(f"--port: another infini api of this output folder has port {port}")
         record.write_text("", encoding="utf-8")
+        import torch._dynamo  # noqa: F401 - the first request would wait seconds for it
+
         served = Served.load(config, folder, cache_gigabytes)
         app = create_app(served, key, () if is_local else ("*",))
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)

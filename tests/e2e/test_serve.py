@@ -24,7 +24,9 @@ from serving import ENGINE, MLFLOW, PREFECT, TRAINER, WORKER, Serving, launcher
 from stopping import Halt
 from trials import STEPS, Make
 
+from flows.serving.servers import api_lock
 from infini_model.runtime.runs import read_run
+from infini_model.runtime.storage import lock
 from infini_model.training.mlflow_record import read_mlflow_record
 from infini_model.training.run_status import saved_step
 
@@ -96,6 +98,10 @@ def test_other_commands_find_the_server_by_the_output_folder(
     assert refused.returncode == 2
     running = f"infini serve is already running for {serving.output} at {serving.url}"
     assert running in refused.stderr
+    record = api_lock(serving.output / "prefect", 8000)
+    with lock(record):  # as infini api does
+        record.write_text("http://127.0.0.1:8000/v1  a-run")
+        serving.running.wait_for("OpenAI API  http://127.0.0.1:8000/v1  a-run")
 
 
 def test_a_killed_download_is_retried_and_a_killed_engine_is_recorded_everywhere(

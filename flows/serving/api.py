@@ -145,12 +145,11 @@ class Answers:
             if options is not None and options.include_usage:
                 yield _event(self._response([]) | {"usage": self._usage()})
             yield "data: [DONE]\n\n"
-        except ClientDisconnect:
-            return
-        except (EngineError, UserError) as error:
+        except (ClientDisconnect, EngineError, UserError) as error:
             if not is_accepted:  # The response can still have a status of its own.
                 raise
-            yield _event(json.loads(bytes(refused_for(error).body)))
+            if not isinstance(error, ClientDisconnect):
+                yield _event(json.loads(bytes(refused_for(error).body)))
 
     def _choice(self, row: int, piece: Piece, *, begins: bool) -> dict[str, Any]:
         choice = self._asked.choice(piece, self._served, begins=begins)

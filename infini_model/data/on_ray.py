@@ -164,7 +164,7 @@ def check_resources(needs: Mapping[str, float], nodes: list[dict[str, Any]], add
 
 
 def make_partition(place: str, mark: Path | None, sources: str, device: str, spec: str) -> None:
-    """Make the partition of a spec, which is JSON, unless it stands.
+    """Make the partition of a spec, which is JSON, unless it exists.
 
     The other arguments are those of the job: `place` is the folder or the address of the datasets;
     `mark` a file in that folder, which a node that sees the same one sees too; `sources` the

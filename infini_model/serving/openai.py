@@ -1,4 +1,4 @@
-"""What OpenAI's clients send and expect: completions and chat completions.
+"""The requests of OpenAI's clients and their answers: completions and chat completions.
 
 One field is not OpenAI's: `session`, the id of an earlier response, which the prompt or the
 messages follow. What a request leaves out is as in `evaluation.sample`; what is not supported is
@@ -116,7 +116,7 @@ class Asked(BaseModel):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are scored beside each; None if none is scored."""
+        """The number of likeliest tokens that are scored beside each; None if none is scored."""
         raise NotImplementedError
 
     def texts(self, served: Served) -> tuple[list[list[int]], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from infini_model.runtime.machine import (
     lacking_on_gpu,
     package_versions,
 )
-from infini_model.training.launch.devices import driver_versions, list_gpus, torch_cuda
+from infini_model.training.launch.devices import find_driver, list_gpus, torch_cuda
 from infini_model.training.memory_estimate import Machine, Need, advice
 from infini_model.training.model_shape import UnknownShapeError, known_shape
 
@@ -87,14 +87,16 @@ def _memory() -> Finding:
 
 def _driver() -> Finding:
     """Whether the NVIDIA driver is new enough for the CUDA version of torch."""
-    (version, newest), built = driver_versions(), torch_cuda()
-    found = f"{version}, supports CUDA up to {newest[0]}.{newest[1]}"
+    driver, built = find_driver(), torch_cuda()
+    if driver is None:
+        return Finding("driver", "NVML does not respond", "install NVIDIA's driver")
+    found = f"{driver.version}, supports CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
     if built is None:
         remedy = "install torch with CUDA: pip install --force-reinstall torch"
         return Finding("driver", f"{found}; torch is built without CUDA", remedy)
     found = f"{found}; torch is built for {built[0]}.{built[1]}"
     # Within a major version, an older driver runs binaries built for a newer CUDA.
-    old = newest[0] < built[0]
+    old = driver.cuda[0] < built[0]
     return Finding("driver", found, f"update the driver to support CUDA {built[0]}" if old else "")
 
 

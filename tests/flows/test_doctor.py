@@ -13,7 +13,7 @@ from infini_model.config import Config, load_config
 from infini_model.runtime.errors import DeviceError
 from infini_model.training import memory_estimate
 from infini_model.training.launch import devices
-from infini_model.training.launch.devices import Gpu
+from infini_model.training.launch.devices import Driver, Gpu
 from tasks.checks import check_training_memory
 
 H200 = Gpu("0", 0, "NVIDIA H200", 140 << 30, 141 << 30, 3, "GPU-1", (9, 0))
@@ -33,20 +33,21 @@ def remedies(config: Config) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("driver", "built", "remedy"),
     [
-        ((13, 0), (13, 2), ""),
-        ((12, 4), (13, 0), "update the driver to support CUDA 13"),
-        ((13, 0), None, "install torch with CUDA"),
+        (Driver("580.1", (13, 0)), (13, 2), ""),
+        (Driver("550.1", (12, 4)), (13, 0), "update the driver to support CUDA 13"),
+        (Driver("580.1", (13, 0)), None, "install torch with CUDA"),
+        (None, (13, 0), "install NVIDIA's driver"),
     ],
-    ids=["suits", "old driver", "torch for the CPU"],
+    ids=["suits", "old driver", "torch for the CPU", "no driver"],
 )
 def test_a_driver_that_does_not_suit_torch_is_told(
     monkeypatch: pytest.MonkeyPatch,
     config: Config,
-    driver: tuple[int, int],
+    driver: Driver | None,
     built: tuple[int, int] | None,
     remedy: str,
 ) -> None:
-    monkeypatch.setattr(doctor, "driver_versions", lambda: ("580.1", driver))
+    monkeypatch.setattr(doctor, "find_driver", lambda: driver)
     monkeypatch.setattr(doctor, "torch_cuda", lambda: built)
     found = remedies(config)
     assert found["driver"].startswith(remedy)

@@ -49,6 +49,14 @@ class Gpu:
     capability: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class Driver:
+    """The GPU driver: its version, and the newest CUDA version that it supports."""
+
+    version: str
+    cuda: tuple[int, int]
+
+
 @contextlib.contextmanager
 def _nvml() -> Iterator[None]:
     """NVML, while the block runs. Raises `NVMLError` if it does not work, or there is no GPU."""
@@ -61,14 +69,16 @@ def _nvml() -> Iterator[None]:
         pynvml.nvmlShutdown()
 
 
-def driver_versions() -> tuple[str, tuple[int, int]]:
-    """Return the version of the driver of listed GPUs, and the newest CUDA that it supports."""
+def find_driver() -> Driver | None:
+    """The driver as reported by NVML; None if there is none."""
     import pynvml
 
-    with _nvml():
+    with contextlib.suppress(pynvml.NVMLError), _nvml():
         # 13020 means 13.2.
         number = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        return str(pynvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10)
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        return Driver(version, (number // 1000, number % 1000 // 10))
+    return None
 
 
 def _visible() -> list[str] | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import typer.main
-from commands import Environment, succeed, tiny, write_settings, write_texts
+from commands import Environment, Running, infini, succeed, tiny, write_settings, write_texts
 from llamas import write_llama
+from ports import free_port
 
 from flows.cli import app
 from flows.options import read
@@ -275,9 +276,19 @@ def test_the_python_of_a_page_runs(page: Path, reader: Reader, debug: Path) -> N
         "debug/step-12": str(debug),
         "http://127.0.0.1:5000": record["tracking_uri"],
         "<run id>/quickstart-1": f"{record['run_id']}/{RUN.name}",
+        "http://127.0.0.1:8000": f"http://127.0.0.1:{(port := free_port())}",
     }
     code = "\n".join(_blocks(page, "python"))
     for word, replacement in here.items():
         code = code.replace(word, replacement)
     (reader.folder / "snippet.py").write_text(code)
-    reader.type("python snippet.py")
+    if "OpenAI(" not in code:
+        reader.type("python snippet.py")
+        return
+    command = infini("api", reader.folder / RUN, "--port", str(port))
+    api = Running(command, reader.folder / "api.log", reader.env, cwd=reader.folder)
+    try:
+        api.wait_for("Ready.")
+        reader.type("python snippet.py")
+    finally:
+        api.end()

@@ -8,6 +8,7 @@ refused, unless it asks for nothing.
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -115,17 +116,17 @@ class Asked(BaseModel):
         ]
 
     @property
+    @abstractmethod
     def likeliest(self) -> int | None:
         """The number of likeliest tokens that are scored beside each; None if none is scored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def texts(self, served: Served) -> tuple[list[list[int]], tuple[int, ...]]:
         """Return the ids of each prompt, and the tokens that end an answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, piece: Piece, served: Served, *, begins: bool) -> dict[str, Any]:
         """Return a piece of an answer, which perhaps `begins` with it, as a choice."""
-        raise NotImplementedError
 
 
 class Completion(Asked):

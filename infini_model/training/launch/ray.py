@@ -240,7 +240,7 @@ class RayLauncher:
             time.sleep(POLL_SECONDS)
 
     def _shortage(self, nodes: Sequence[Resources], needs: Resources, able: int) -> str:
-        """Why no gang can be formed of the nodes that are able."""
+        """Explain that no gang can be formed of the nodes that are able."""
         launch, where = self.config.launch, f"the Ray cluster at {self.address}"
         if "GPU" in needs and not any(node.get("GPU") for node in nodes):
             return f"launch.gpus: got {launch.gpus!r}: no node of {where} has a GPU"

@@ -26,7 +26,7 @@ from flows.serving.guard import guarded, with_authorization
 from flows.serving.servers import api_lock, prefect_dir
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError, describe_error
-from infini_model.runtime.storage import lock
+from infini_model.runtime.storage import lock, named_os_errors
 from infini_model.serving.engine import Engine
 from infini_model.serving.openai import Asked, ChatCompletion, Completion
 from infini_model.serving.requests import Accepted, EngineError, Event, Piece, joined
@@ -266,13 +266,15 @@ def serve_model(
     with lock(record, wait=False) as is_free, contextlib.suppress(KeyboardInterrupt):
         if not is_free:
             raise UserError(f"--port: another infini api of this output folder has port {port}")
-        record.write_text("", encoding="utf-8")
+        with named_os_errors(record):
+            record.write_text("", encoding="utf-8")
         import torch._dynamo  # noqa: F401 - the first request would wait seconds for it
 
         served = Served.load(config, folder, cache_gigabytes)
         app = create_app(served, key, () if is_local else ("*",))
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
-        record.write_text(f"{address}  {served.name}", encoding="utf-8")
+        with named_os_errors(record):
+            record.write_text(f"{address}  {served.name}", encoding="utf-8")
         print(f"OpenAI API  {address}")
         print(f"Model       {served.name}")
         print("Ready. Ctrl-C stops it.", flush=True)

@@ -7,7 +7,6 @@ imported only by the commands that need them, after the configuration has been c
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import signal
@@ -404,10 +403,9 @@ def generate(
     config = asked.config
     folder = checkpoint or latest_run(config)
 
-    from infini_model.evaluation.prompt import continue_prompt, load_checkpoint
+    from infini_model.serving.model import Model
 
-    _, model, tokenizer = load_checkpoint(config, folder)
-    pieces = continue_prompt(model, tokenizer, text, config.evaluation.sample, config.run.seed)
+    pieces = Model.from_checkpoint(config, folder).stream(text, seed=config.run.seed)
     typer.echo(prompt or "", nl=False)
     for piece in pieces:
         typer.echo(piece, nl=False)
@@ -421,23 +419,22 @@ def chat(asked: Invocation, checkpoint: Checkpoint = None) -> None:
 
     Its memory holds all turns, at a cost that does not grow. Ctrl-D ends the talk.
     """
-    from infini_model.serving.served import Conversation, Served
+    from infini_model.serving.model import Conversation, Model
 
-    served = Served.load(asked.config, checkpoint or latest_run(asked.config))
-    talk = Conversation(served, asked.config.run.seed)
-    with contextlib.closing(served.engine):
-        while True:
-            try:
-                # As in `_read_prompt`, what is typed need not be UTF-8.
-                text = os.fsencode(input("> ")).decode("utf-8")
-            except EOFError:
-                typer.echo()
-                return
-            except UnicodeDecodeError as error:
-                raise UserError("stdin: is not UTF-8 text") from error
-            for piece in talk.reply(text):
-                typer.echo(piece, nl=False)
+    model = Model.from_checkpoint(asked.config, checkpoint or latest_run(asked.config))
+    talk = Conversation(model, asked.config.run.seed)
+    while True:
+        try:
+            # As in `_read_prompt`, what is typed need not be UTF-8.
+            text = os.fsencode(input("> ")).decode("utf-8")
+        except EOFError:
             typer.echo()
+            return
+        except UnicodeDecodeError as error:
+            raise UserError("stdin: is not UTF-8 text") from error
+        for piece in talk.reply(text):
+            typer.echo(piece, nl=False)
+        typer.echo()
 
 
 @app.command()

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from infini_model.model.llama import InfiniLlama
     from infini_model.model.memory import Memory
     from infini_model.objectives.causal import GPUDataCollatorForCLM
+    from infini_model.serving.model import Conversation, Model
 
 __all__ = [
+    "Conversation",
     "GPUDataCollatorForCLM",
     "InfiniLlama",
     "Memory",
+    "Model",
     "generate",
     "get_gpu_train_dataloader",
     "gpu_clm_process",
@@ -38,9 +41,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Conversation": "serving.model",
     "GPUDataCollatorForCLM": "objectives.causal",
     "InfiniLlama": "model.llama",
     "Memory": "model.memory",
+    "Model": "serving.model",
     "generate": "model.generate",
     "get_gpu_train_dataloader": "data.loading.gpu",
     "gpu_clm_process": "data.loading.gpu",

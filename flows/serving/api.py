@@ -28,9 +28,9 @@ from infini_model.config import Config
 from infini_model.runtime.errors import UserError, describe_error
 from infini_model.runtime.storage import lock, named_os_errors
 from infini_model.serving.engine import Engine
+from infini_model.serving.model import Model
 from infini_model.serving.openai import Asked, ChatCompletion, Completion
 from infini_model.serving.requests import Accepted, EngineError, Event, Piece, joined
-from infini_model.serving.served import Served
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -74,7 +74,7 @@ def refused_for(error: Exception) -> Response:
 class Answers:
     """The answers to a request, one for each of its choices, as they come from the engine."""
 
-    def __init__(self, http: HttpRequest, asked: Asked, served: Served) -> None:
+    def __init__(self, http: HttpRequest, asked: Asked, served: Model) -> None:
         self._http, self._asked, self._served = http, asked, served
         self._id, self._created = f"{asked.prefix}{uuid.uuid4().hex}", int(time.time())
         self._events = asyncio.Queue[tuple[int, Event]]()
@@ -174,7 +174,7 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-async def answer(http: HttpRequest, asked: Asked, served: Served) -> Response:
+async def answer(http: HttpRequest, asked: Asked, served: Model) -> Response:
     """Respond to a request of either kind."""
     if asked.model != served.name:
         message = f"model: got {asked.model!r}; this server has {served.name!r}"
@@ -190,7 +190,7 @@ async def answer(http: HttpRequest, asked: Asked, served: Served) -> Response:
     return StreamingResponse(events, media_type="text/event-stream")
 
 
-def create_app(served: Served, key: str | None = None, hosts: tuple[str, ...] = ()) -> ASGIApp:
+def create_app(served: Model, key: str | None = None, hosts: tuple[str, ...] = ()) -> ASGIApp:
     """Make the server's application; `key` is the API key that it requires.
 
     It answers under loopback names, unless it has other `hosts`, and no page of another origin.
@@ -253,7 +253,7 @@ def serve_model(
     """Serve the model of a run, a checkpoint or a Hugging Face folder until Ctrl-C.
 
     Raises `UserError` if the port cannot be had, or is open to other machines without an API key;
-    and as `Served.load` does.
+    and as `Model.from_checkpoint` does.
     """
     is_local = host in LOOPBACK_NAMES
     if not is_local and key is None:
@@ -270,7 +270,8 @@ def serve_model(
             record.write_text("", encoding="utf-8")
         import torch._dynamo  # noqa: F401 - the first request would wait seconds for it
 
-        served = Served.load(config, folder, cache_gigabytes)
+        served = Model.from_checkpoint(config, folder, cache_gigabytes)
+        engine = served.engine
         app = create_app(served, key, () if is_local else ("*",))
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
         with named_os_errors(record):
@@ -278,5 +279,5 @@ def serve_model(
         print(f"OpenAI API  {address}")
         print(f"Model       {served.name}")
         print("Ready. Ctrl-C stops it.", flush=True)
-        with contextlib.closing(served.engine):
-            _Server(settings, served.engine).run(sockets=[listener])
+        with contextlib.closing(engine):
+            _Server(settings, engine).run(sockets=[listener])

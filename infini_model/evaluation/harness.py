@@ -1,27 +1,22 @@
 """A causal model as EleutherAI's lm-evaluation-harness sees it: likelihoods and continuations.
 
-A model with a memory has no longest text: it reads all of a request, segment by segment, in memory
-that does not grow. One without reads what any Llama of context `segment_length` reads in the
-harness: the last tokens before each scored one, and a long text in disjoint windows. No answer
-depends on its batch.
+No answer depends on its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from lm_eval.api.model import TemplateLM  # noqa: TID253 - only the task lm_eval imports this file
 from lm_eval.models.utils import Collator, normalize_gen_kwargs  # noqa: TID253
-from torch.nn.utils.rnn import pad_sequence
 
 from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.model.generate import chunk_width, sampling, stream
+from infini_model.model.generate import sampling, stream
 from infini_model.model.llama import InfiniLlama
-from infini_model.model.loss import LOGITS_AT_ONCE
 from infini_model.runtime.errors import UserError
+from infini_model.serving.scoring import begin_id, score
 
 
 def read_settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], SampleConfig]:
@@ -69,8 +64,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     @property
     def eot_token_id(self) -> int:
         """The token in front of a text without a context."""
-        bos = self._text.bos_token_id
-        return self._text.eos_token_id if bos is None else bos
+        return begin_id(self._text)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -93,67 +87,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         return self.score([(context, ids) for _, context, ids in requests])
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Score each continuation after its context, which may be empty.
-
-        Returns:
-            Its log-likelihood in nats, and whether each token of it is the most likely one.
-        """
-        windows = [
-            (number, *window)
-            for number, (context, continuation) in enumerate(pairs)
-            for window in self._windows(context or [self.eot_token_id], continuation)
-        ]
-        windows.sort(key=lambda window: -len(window[1]))
-        found = [(0.0, True)] * len(pairs)
-        for first in range(0, len(windows), self._batch_size):
-            batch = windows[first : first + self._batch_size]
-            numbers, *read = zip(*batch, strict=True)
-            for number, total, greedy in zip(numbers, *self._score_batch(*read), strict=True):
-                before, was_greedy = found[number]
-                found[number] = (before + total, was_greedy and greedy)
-            self._on_batch()
-        return found
-
-    def _windows(
-        self, context: list[int], continuation: list[int]
-    ) -> Iterator[tuple[list[int], int]]:
-        """Windows that score each token of the continuation once, as far back as the model reads.
-
-        The ids that are read, and how many of them are scored, the last ones. Those of a model
-        without a memory are the harness's own for a context of `segment_length`.
-        """
-        ids, config = context + continuation, self._model.config
-        longest = len(ids) if config.has_past else config.segment_length
-        for start in range(len(context), len(ids), longest):
-            end = min(start + longest, len(ids))
-            yield ids[max(0, end - 1 - longest) : end], end - start
-
-    @torch.inference_mode()
-    def _score_batch(
-        self, texts: Sequence[list[int]], scored: Sequence[int]
-    ) -> tuple[list[float], list[bool]]:
-        """Score the last tokens chunk by chunk, in memory that does not grow with the texts."""
-        model, device = self._model, self._model.lm_head.weight.device
-        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-        ends, position = torch.tensor([[len(text)] for text in texts]), torch.arange(ids.size(1))
-        is_scored = (position < ends) & (position >= ends - torch.tensor(scored)[:, None])
-        state = model.empty_state(len(texts))
-        totals = torch.zeros(len(texts), dtype=torch.float64)
-        is_greedy = torch.ones(len(texts), dtype=torch.bool)
-        width = chunk_width(len(texts), model.config.segment_length)
-        most = max(1, LOGITS_AT_ONCE // model.lm_head.out_features)
-        for start in range(0, ids.size(1) - 1, width):
-            end = min(start + width, ids.size(1) - 1)
-            with model.precision.autocast(device):
-                hidden, state = model.extend(ids[:, start:end].to(device), state)
-                asked = is_scored[:, start + 1 : end + 1].nonzero()
-                for row, column in (some.unbind(1) for some in torch.split(asked, most)):
-                    targets = ids[row, start + 1 + column].to(device)
-                    logits = model.lm_head(hidden[row.to(device), column.to(device)]).float()
-                    found = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
-                    totals.index_add_(0, row, found.double().cpu())
-                    is_greedy[row[(logits.argmax(-1) != targets).cpu()]] = False
-        return totals.tolist(), is_greedy.tolist()
+        """Score each continuation after its context, which may be empty, as `serving.scoring`."""
+        begun = [(context or [self.eot_token_id], continuation) for context, continuation in pairs]
+        return score(self._model, begun, self._batch_size, self._on_batch)
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         """The continuation of each prompt, without the stop string that ended it.

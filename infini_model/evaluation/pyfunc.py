@@ -13,9 +13,9 @@ import pandas as pd  # type: ignore[import-untyped]
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
-from infini_model.config import Config, SampleConfig
+from infini_model.config import Config
 from infini_model.data.tokenizers.load import load_saved
-from infini_model.evaluation.prompt import continue_prompt
+from infini_model.serving.model import Model
 from infini_model.training.export import load_model
 
 
@@ -25,9 +25,9 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
     def load_context(self, context: PythonModelContext) -> None:
         """Load the tokenizer, and the weights onto the GPU with the most free memory, if any."""
         folder = Path(context.artifacts["model"])
-        self._tokenizer = load_saved(folder, context.model_config["tokenizer"])
+        tokenizer = load_saved(folder, context.model_config["tokenizer"])
         training = {"precision": context.model_config["precision"]}
-        self._model = load_model(folder, Config().updated(training=training))
+        self._model = Model(load_model(folder, Config().updated(training=training)), tokenizer)
 
     def predict(
         self,
@@ -35,14 +35,8 @@ class TextModel(PythonModel):  # type: ignore[misc] # MLflow is not typed
         model_input: pd.DataFrame,
         params: dict[str, Any] | None = None,
     ) -> list[str]:
-        """The continuation of each prompt; MLflow fills in the defaults of `params`."""
-        given = dict(params or {})
-        seed = given.pop("seed", 0)
-        settings = SampleConfig().updated(**given)
-        return [
-            "".join(continue_prompt(self._model, self._tokenizer, prompt, settings, seed))
-            for prompt in model_input["prompt"]
-        ]
+        """Continue each prompt; MLflow fills in the defaults of `params`."""
+        return self._model.generate(list(model_input["prompt"]), **(params or {}))
 
 
 set_model(TextModel())

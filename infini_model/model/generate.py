@@ -30,6 +30,12 @@ def sampling(**settings: Any) -> SampleConfig:
         raise UserError(one_line(error)) from error
 
 
+def check_seed(seed: int) -> None:
+    """Raise `UserError` if the seed is negative."""
+    if seed < 0:
+        raise UserError(f"seed: got {seed}, needs 0 or more")
+
+
 def draw(settings: SampleConfig, logits: Tensor, drawn: Tensor) -> Tensor:
     """Draw one token per row, [N] int64, from logits [N, V].
 
@@ -77,8 +83,7 @@ def generate(
     Raises `UserError` for an empty prompt, a token outside the vocabulary, a setting out of its
     range, or a bidirectional model.
     """
-    if seed < 0:
-        raise UserError(f"seed: got {seed}, needs 0 or more")
+    check_seed(seed)
     settings = sampling(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
     )

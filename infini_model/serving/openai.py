@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from infini_model.data.tokenizers.tokenizer import REPLACEMENT, prompt_ids
 from infini_model.runtime.errors import UserError
+from infini_model.serving.model import Model
 from infini_model.serving.requests import Event, Piece, Request
-from infini_model.serving.served import Served
 
 # What changes no answer.
 IGNORED = {
@@ -78,7 +78,7 @@ class Asked(BaseModel):
         return self
 
     def requests(
-        self, served: Served, name: str, emit: Callable[[int, Event], None]
+        self, served: Model, name: str, emit: Callable[[int, Event], None]
     ) -> list[Request]:
         """Return what the engine is to do: `n` answers to each prompt.
 
@@ -121,11 +121,11 @@ class Asked(BaseModel):
         """The number of likeliest tokens that are scored beside each; None if none is scored."""
 
     @abstractmethod
-    def texts(self, served: Served) -> tuple[list[list[int]], tuple[int, ...]]:
+    def texts(self, served: Model) -> tuple[list[list[int]], tuple[int, ...]]:
         """Return the ids of each prompt, and the tokens that end an answer."""
 
     @abstractmethod
-    def choice(self, piece: Piece, served: Served, *, begins: bool) -> dict[str, Any]:
+    def choice(self, piece: Piece, served: Model, *, begins: bool) -> dict[str, Any]:
         """Return a piece of an answer, which perhaps `begins` with it, as a choice."""
 
 
@@ -142,7 +142,7 @@ class Completion(Asked):
     def likeliest(self) -> int | None:
         return self.logprobs
 
-    def texts(self, served: Served) -> tuple[list[list[int]], tuple[int, ...]]:
+    def texts(self, served: Model) -> tuple[list[list[int]], tuple[int, ...]]:
         given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if given and isinstance(given[0], int):
             given = [given]
@@ -153,7 +153,7 @@ class Completion(Asked):
         ]
         return ids, tokenizer.end_token_ids
 
-    def choice(self, piece: Piece, served: Served, *, begins: bool) -> dict[str, Any]:  # noqa: ARG002
+    def choice(self, piece: Piece, served: Model, *, begins: bool) -> dict[str, Any]:  # noqa: ARG002
         decode, scores = served.tokenizer.decode, None
         if piece.tokens:
             scores = {
@@ -209,12 +209,12 @@ class ChatCompletion(Asked):
     def likeliest(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def texts(self, served: Served) -> tuple[list[list[int]], tuple[int, ...]]:
+    def texts(self, served: Model) -> tuple[list[list[int]], tuple[int, ...]]:
         messages = [message.plain() for message in self.messages]
         follows = self.session is not None
         return [served.turn_ids(messages, follows=follows)], served.answer_ends
 
-    def choice(self, piece: Piece, served: Served, *, begins: bool) -> dict[str, Any]:
+    def choice(self, piece: Piece, served: Model, *, begins: bool) -> dict[str, Any]:
         def scored(token: int, logprob: float) -> dict[str, Any]:
             text = served.tokenizer.decode([token])
             octets = None if REPLACEMENT in text else list(text.encode())

@@ -10,7 +10,7 @@ import numpy as np
 
 from infini_model.config import SampleConfig
 from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.evaluation.prompt import CONTEXT, PieceDecoder
+from infini_model.serving.pieces import CONTEXT, PieceDecoder
 
 FinishReason = Literal["stop", "length"]
 
@@ -82,7 +82,7 @@ class Request:
     max_tokens: int
     end_token_ids: tuple[int, ...]
     seed: tuple[int, int]
-    emit: Callable[[Event], None]
+    emit: Callable[[Event], None] = lambda _: None
     stop: tuple[str, ...] = ()
     likeliest: int | None = None
     session: str | None = None
@@ -105,11 +105,15 @@ class Answer:
         if scored is not None:
             self._tokens.append(scored)
         if token in self._request.end_token_ids:
-            return self.emit(self._decoder.rest(), "stop")
+            return self.end("stop")
         text = self._decoder.add(token)
         if self._generated == self._request.max_tokens:
-            return self.emit(text + self._decoder.rest(), "length")
+            return self.end("length", text)
         return self.emit(text, None)
+
+    def end(self, finish_reason: FinishReason, text: str = "") -> bool:
+        """Emit `text` and what is left at the end."""
+        return self.emit(text + self._decoder.rest(), finish_reason)
 
     def emit(self, text: str, finish_reason: FinishReason | None) -> bool:
         """Emit text, but no stop string, nor what may be the beginning of one."""

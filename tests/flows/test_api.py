@@ -24,11 +24,11 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.serving.servers import prefect_dir, running_apis
-from infini_model.config import SampleConfig, load_config
+from infini_model.config import load_config
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer, tokenizer_of
-from infini_model.data.tokenizers.tokenizer import Tokenizer
-from infini_model.evaluation.prompt import continue_prompt
+from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
+from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.serving.engine import MOST_ROWS
 
@@ -53,9 +53,11 @@ class Server(NamedTuple):
         return OpenAI(base_url=url, api_key=KEY, timeout=PATIENCE, max_retries=0)
 
     def answer(self, prompt: str, most: int) -> str:
-        """What `infini generate` says, greedily."""
-        settings = SampleConfig(max_new_tokens=most, temperature=0.0)
-        return "".join(continue_prompt(self.model, self.tokenizer, prompt, settings, 0))
+        """What the model says, greedily."""
+        ids, ends = prompt_ids(self.tokenizer, prompt), self.tokenizer.end_token_ids
+        options = {"max_new_tokens": most, "temperature": 0, "eos_token_id": ends}
+        (new,) = generate(self.model, [ids], **options)
+        return self.tokenizer.decode([token for token in new if token not in ends])
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,9 +31,7 @@ from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import PRECISIONS
 from infini_model.runtime.claims import claim_run
-from infini_model.serving.engine import Engine
-from infini_model.serving.known_texts import KnownTexts
-from infini_model.serving.served import Conversation, Served
+from infini_model.serving.model import Conversation, Model
 from infini_model.training.train import train
 
 PROMPT = "a stone  under <|end_of_text|> the river"
@@ -154,9 +152,9 @@ def test_chat_has_the_form_of_the_runs_conversations(
         tokenizer = tokenizer_of(folder, "here")
         assert tokenizer is not None
         model, turns = InfiniLlama.from_pretrained(folder), ["the stone", "a river"]
-        with closing(Engine(model, tokenizer, KnownTexts(10**9))) as engine:
-            talk = Conversation(Served("a", engine, tokenizer, tokenizer.chat(template), sampling))
-            expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
+        form = partial(tokenizer.chat, template)
+        talk = Conversation(Model(model, tokenizer, template=form, sampling=sampling))
+        expected = "".join(f"> {''.join(talk.reply(turn))}\n" for turn in turns)
         stdin = "".join(f"{turn}\n" for turn in turns)
         said = done("chat", "--checkpoint", checkpoint, *GREEDY, stdin=stdin)
         assert said.stdout == f"{expected}> \n"

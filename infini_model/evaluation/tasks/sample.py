@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -10,8 +11,9 @@ from infini_model.data.loading.stream import open_split
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.evaluation.context import HELD_OUT, EvalContext
 from infini_model.evaluation.pages import fenced
-from infini_model.evaluation.prompt import new_tokens
 from infini_model.evaluation.task import EvaluationTask, TaskResult
+from infini_model.model import generate
+from infini_model.model.unmask import unmask
 
 
 class Sample(EvaluationTask):
@@ -64,19 +66,28 @@ def continue_document(context: EvalContext) -> tuple[str, str, str, str] | None:
     if len(prompt) == 0:
         return None
     tokenizer = load_dataset_tokenizer(context.dataset_dir)
-    new = new_tokens(
-        context.model,
-        prompt.tolist(),
-        settings.updated(max_new_tokens=most),
-        context.config.run.seed,
-        tokenizer.end_token_ids,
-    )
+    new = _new_tokens(context, prompt.tolist(), most, tokenizer.end_token_ids)
     return (
         f"the first {len(prompt):,} tokens of document {number} of the {split} split",
         tokenizer.decode(prompt),
-        tokenizer.decode(list(new)),
+        tokenizer.decode(new),
         tokenizer.decode(rest[:most]),
     )
+
+
+def _new_tokens(
+    context: EvalContext, prompt: list[int], most: int, ends: tuple[int, ...]
+) -> list[int]:
+    """Generate at most `most` tokens that follow `prompt`, without one that ends the text."""
+    settings = context.config.evaluation.sample.updated(max_new_tokens=most)
+    model, seed = context.model, context.config.run.seed
+    blocks: Iterator[Sequence[int | None]]
+    if model.config.bidirectional:
+        blocks = unmask(model, prompt, settings, seed, ends)
+    else:
+        blocks = generate.stream(model, [prompt], settings, seed, ends)
+    tokens = (token for block in blocks for token in block if token is not None)
+    return [token for token in tokens if token not in ends]
 
 
 def _lengths(context: EvalContext) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from trained_run import Made
 
 from infini_model.config import validate
 from infini_model.evaluation.mlflow import log_evaluation
-from infini_model.evaluation.prompt import continue_prompt, load_checkpoint
 from infini_model.evaluation.task import TaskResult
 from infini_model.runtime.storage import lock, write_json
+from infini_model.serving.model import Model
 from infini_model.training.mlflow_record import end_record, read_mlflow_record
 
 DATASET = {"name": "corpus", "key": "d" * 64, "path": "/data/corpus"}
@@ -114,8 +114,8 @@ def load(uri, *models, cwd):
 def generated(config, run_dir):
     """The continuation of the prompt by `infini generate`."""
     sample = config.evaluation.sample.model_copy(update=DRAW)
-    _, model, tokenizer = load_checkpoint(config, run_dir)
-    return "".join(continue_prompt(model, tokenizer, PROMPT, sample, SEED))
+    model = Model.from_checkpoint(config.updated(evaluation={"sample": sample}), run_dir)
+    return "".join(model.stream(PROMPT, seed=SEED))
 
 
 @pytest.mark.story

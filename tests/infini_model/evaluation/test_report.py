@@ -24,13 +24,13 @@ from infini_model.data.loading.stream import open_split
 from infini_model.data.loading.windows import open_windows
 from infini_model.evaluation.context import CheckpointContext, EvalContext
 from infini_model.evaluation.pages import fenced, table, to_html
-from infini_model.evaluation.prompt import load_checkpoint
 from infini_model.evaluation.report import evaluate_run
 from infini_model.evaluation.tasks import load_task
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import CheckpointError, DataError, DeviceError, UserError
 from infini_model.runtime.metrics_file import read_newest
 from infini_model.runtime.runs import newest_checkpoint
+from infini_model.serving.model import Model
 from infini_model.training.launch import devices
 from infini_model.training.launch.devices import Gpu
 from infini_model.training.train import train
@@ -149,7 +149,7 @@ def test_what_builds_kernels_is_missed_before_any_weights_are_read(made, tmp_pat
     config = made.config(**{"launch.gpus": "auto", "training.precision": "fp32"})
     for work in (
         lambda: evaluate_run(run_dir, made.dataset, config),
-        lambda: load_checkpoint(config, run_dir),
+        lambda: Model.from_checkpoint(config, run_dir),
     ):
         with pytest.raises(DeviceError, match="the kernels of a GPU cannot be built: there is no"):
             work()

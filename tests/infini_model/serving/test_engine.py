@@ -11,7 +11,6 @@ from tiny_engines import BYTES, Asked, model_that_writes_letters, running
 from tiny_models import tiny_config
 
 from infini_model.config import SampleConfig
-from infini_model.evaluation.prompt import continue_prompt
 from infini_model.model.generate import generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.state import State
@@ -52,7 +51,7 @@ def test_answers_at_once_are_those_of_each_alone(changes: dict[str, object]) -> 
             assert each.answer().text.encode() == bytes(ids)
 
 
-def test_a_draw_is_that_of_infini_generate() -> None:
+def test_a_draw_is_that_of_generate() -> None:
     model = model_that_writes_letters()
     settings = SampleConfig(max_new_tokens=20, temperature=0.9, top_k=5, top_p=0.9)
     with running(model) as engine:
@@ -61,10 +60,9 @@ def test_a_draw_is_that_of_infini_generate() -> None:
             for seed in range(8)
         ]
         texts = [each.answer().text for each in drawn]
-    alone = [
-        "".join(continue_prompt(model, BYTES, "the stone", settings, seed)) for seed in range(8)
-    ]
-    assert texts == alone
+    options = settings.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p"})
+    alone = [generate(model, [list(b"the stone")], seed=seed, **options) for seed in range(8)]
+    assert [text.encode() for text in texts] == [bytes(ids) for (ids,) in alone]
     assert len(set(texts)) > 1
 
 

@@ -1,6 +1,7 @@
 """Text in pieces of complete characters."""
 
 import random
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given
@@ -10,13 +11,19 @@ from real import real_tokenizer
 from infini_model.data.tokenizers.bpe import train_tokenizer
 from infini_model.data.tokenizers.load import load_tokenizer
 from infini_model.data.tokenizers.stated import END_OF_TEXT
-from infini_model.data.tokenizers.tokenizer import REPLACEMENT, ByteTokenizer
-from infini_model.evaluation.prompt import decode_pieces
+from infini_model.data.tokenizers.tokenizer import REPLACEMENT, ByteTokenizer, Tokenizer
+from infini_model.serving.pieces import PieceDecoder
 
 BYTES = ByteTokenizer()
 PAIRS = train_tokenizer([["über die Größe der Erde ", "the stone under the river "]], 300)
 # Hypothesis draws constants of the code as well; the end of text is left out at the end of a text.
 texts = st.text().filter(lambda text: END_OF_TEXT[0] not in text)
+
+
+def decode_pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
+    decoder = PieceDecoder(tokenizer, before)
+    yield from filter(None, map(decoder.add, new))
+    yield decoder.rest()
 
 
 @given(st.sampled_from([BYTES, PAIRS]), texts, texts)

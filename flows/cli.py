@@ -405,7 +405,8 @@ def generate(
 
     from infini_model.serving.model import Model
 
-    pieces = Model.from_checkpoint(config, folder).stream(text, seed=config.run.seed)
+    model = Model.from_checkpoint(config, folder, cache_gigabytes=0)  # for a single text
+    pieces = model.stream(text, seed=config.run.seed)
     typer.echo(prompt or "", nl=False)
     for piece in pieces:
         typer.echo(piece, nl=False)

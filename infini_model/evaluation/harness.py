@@ -16,7 +16,7 @@ from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.model.generate import sampling, stream
 from infini_model.model.llama import InfiniLlama
 from infini_model.runtime.errors import UserError
-from infini_model.serving.scoring import begin_id, score
+from infini_model.serving.scoring import score
 
 
 def read_settings(arguments: dict[str, Any]) -> tuple[tuple[str, ...], SampleConfig]:
@@ -64,7 +64,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     @property
     def eot_token_id(self) -> int:
         """The token in front of a text without a context."""
-        return begin_id(self._text)
+        bos = self._text.bos_token_id
+        return self._text.eos_token_id if bos is None else bos
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any

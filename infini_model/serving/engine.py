@@ -49,10 +49,6 @@ class _Row:
         self.left, self.answer = np.asarray(request.ids), Answer(request, tokenizer)
         self.generator = np.random.default_rng(request.seed)
 
-    def places(self, segment_length: int) -> set[int]:
-        """Return where in its text the state is kept."""
-        return borders(self.text.length + len(self.left), segment_length)
-
 
 class Engine:
     """The thread that reads and writes, and what it works on."""
@@ -162,7 +158,7 @@ class Engine:
         self._reading = [row for row in self._reading if row not in chunks]
         done = list[int]()
         for index, (row, ids) in enumerate(chunks.items()):
-            places = row.places(self._length)
+            places = self._places(row)
             row.text = row.text.followed_by(ids)
             row.left, row.state = row.left[len(ids) :], state.rows([index])
             if row.left.size:
@@ -181,6 +177,11 @@ class Engine:
             self._state = State.joined([*before, state.rows(done)])
             self._logits = torch.cat((self._logits, logits[done]))
 
+    def _places(self, row: _Row) -> set[int]:
+        """Return where in its text the state of a row is kept; it is read up to there by itself."""
+        end = row.text.length + len(row.left)
+        return borders(end, self._length) if self._known.most_bytes else set()
+
     def _chunks(self) -> dict[_Row, np.ndarray]:
         """Choose the rows that are read in one pass, and what of each: no further than a border.
 
@@ -192,7 +193,7 @@ class Engine:
         chunks = dict[int | _Row, dict[_Row, np.ndarray]]()
         for row in self._reading:
             start, open_tokens = row.text.length, row.text.length % self._length
-            places = [place - start for place in row.places(self._length) if place > start]
+            places = [place - start for place in self._places(row) if place > start]
             ids = row.left[: min(width, *places, len(row.left))]
             alike: int | _Row = len(ids) // self._length if not open_tokens else row
             if open_tokens + len(ids) <= self._length:

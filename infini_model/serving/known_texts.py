@@ -69,6 +69,8 @@ class KnownTexts:
         self, text: Text, state: State, name: str | None = None, unread: tuple[int, ...] = ()
     ) -> None:
         """Keep the state of one row after `text`; `name` is that of the text with `unread`."""
+        if state.nbytes > self.most_bytes:
+            return
         key = text.hashed.digest()
         if key not in self._states:
             self._states[key] = Known(text, state.to(CPU))

@@ -30,7 +30,7 @@ from infini_model.runtime.runs import (
 from infini_model.serving.engine import Engine
 from infini_model.serving.known_texts import KnownTexts
 from infini_model.serving.requests import Answer, Event, Piece, Request
-from infini_model.serving.scoring import begin_id, score
+from infini_model.serving.scoring import score
 from infini_model.training.export import load_model
 from infini_model.training.initial_weights import fetch_folder
 
@@ -186,20 +186,21 @@ class Model:
     @overload
     def loss(self, texts: list[str]) -> list[float]: ...
     def loss(self, texts: str | list[str]) -> float | list[float]:
-        """Return the mean loss of a text, or of each, in nats per token.
+        """Return the mean loss of a text, or of each, in nats per token, as `transformers` does.
 
-        The first token follows that which begins a document, or ends one if none does. A text may
-        be of any length. Raises `UserError` for an empty text, or a model of diffusion.
+        Each token is scored but the first, which is the beginning-of-text token if there is one. A
+        text may be of any length. Raises `UserError` for a text without a token to score, or a
+        model of diffusion.
         """
         if self.llama.config.bidirectional:
             raise UserError("loss: needs a causal model; this one generates by diffusion")
         given = [texts] if isinstance(texts, str) else texts
-        rows = [self.tokenizer.encode_batch([text]).ids.tolist() for text in given]
-        if [] in rows:
-            raise UserError(f"text {rows.index([])}: is empty")
-        begin = [begin_id(self.tokenizer)]
-        scores = score(self.llama, [(begin, ids) for ids in rows], SCORED_AT_ONCE)
-        losses = [-total / len(ids) for (total, _), ids in zip(scores, rows, strict=True)]
+        rows = [prompt_ids(self.tokenizer, text) for text in given]
+        for number, ids in enumerate(rows):
+            if len(ids) < 2:
+                raise UserError(f"text {number}: is too short: no token follows another")
+        scores = score(self.llama, [(ids[:1], ids[1:]) for ids in rows], SCORED_AT_ONCE)
+        losses = [-total / (len(ids) - 1) for (total, _), ids in zip(scores, rows, strict=True)]
         return losses[0] if isinstance(texts, str) else losses
 
     @functools.cached_property

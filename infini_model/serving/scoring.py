@@ -14,16 +14,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from infini_model.config import ModelConfig
-from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.model.generate import chunk_width
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.loss import LOGITS_AT_ONCE
-
-
-def begin_id(tokenizer: Tokenizer) -> int:
-    """Return the token in front of a text without a context."""
-    bos = tokenizer.bos_token_id
-    return tokenizer.eos_token_id if bos is None else bos
 
 
 def score(

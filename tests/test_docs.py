@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -40,7 +41,11 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _prose(page: Path) -> str:
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return FENCE.sub("", text)
 
 
 def _simple_commands(line: str) -> Iterator[list[str]]:
@@ -127,7 +132,11 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "first-model.ipynb"],
+    ids=lambda page: page.name,
+)
 def test_relative_links_resolve(page: Path) -> None:
     for link in LINK.findall(_prose(page)):
         if re.match(r"\w+:", link):
@@ -268,6 +277,7 @@ def test_the_python_of_a_page_runs(page: Path, reader: Reader, debug: Path) -> N
     record = read_mlflow_record(reader.folder / RUN)
     here = {
         "runs/latest": "runs/first",
+        '"latest"': '"first"',
         '"bytes"': f'"{RUN / "model"}"',
         '"cuda"': '"cpu"',
         "path/to/Llama-3.2-1B": "llama",

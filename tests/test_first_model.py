@@ -1,4 +1,4 @@
-"""docs/first-model.md: every command of it is run in an empty folder, and prints what it shows.
+"""docs/first-model.md and its notebook: all of it runs in an empty folder and prints what is shown.
 
 A `console` block holds commands, after `$ `, and what they print: `…` stands for any part of a
 line and, alone, for any lines; numbers and keys are those of the reader's own run. A command that
@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import nbformat
 import pytest
 from commands import PATIENCE, Environment, Running, eventually
+from nbclient import NotebookClient
 from stopping import Halt
 
 pytestmark = pytest.mark.story
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "first-model.md"
+NOTEBOOK = PAGE.with_suffix(".ipynb")
 BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*\n(?:> .*\n)*)", re.MULTILINE)
 # What a reader trains for minutes is trained for some steps. The run `plain` takes over those of
@@ -132,6 +135,21 @@ def test_every_command_of_the_page_does_what_it_says(terminal: Terminal) -> None
     assert len(typed) > 15
     for step in typed:
         terminal.type(step)
+
+
+def test_the_notebook_shows_what_it_does(terminal: Terminal) -> None:
+    committed, notebook = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
+    (training,) = (cell for cell in notebook.cells if "!infini run" in cell.source)
+    assert "training.max_steps=300" in training.source
+    training.source = training.source.replace("max_steps=300", "max_steps=20")
+    client = NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3")
+    client.execute(env=terminal.env | {"TMPDIR": str(terminal.folder)})
+    for cell, shown in zip(notebook.cells, committed.cells, strict=True):
+        kinds = [
+            {output.output_type for output in each.get("outputs", ())} for each in (cell, shown)
+        ]
+        assert kinds[0] == kinds[1], cell.source
+    assert "Report: " in "".join(output.text for output in training.outputs)
 
 
 @pytest.mark.parametrize(

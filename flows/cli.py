@@ -8,6 +8,7 @@ imported only by the commands that need them, after the configuration has been c
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 import typer
+from typer._click import Context, HelpFormatter
 from typer._click.exceptions import NoSuchOption
-from typer.core import TyperOption
+from typer.core import TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
 from flows.options import ANY_SETTINGS, OPTIONS, UNDERSCORES, configured, unknown
@@ -27,11 +29,33 @@ from infini_model.config.locations import expanded
 from infini_model.runtime.errors import StageError, UserError, describe_error
 from infini_model.runtime.runs import latest_run
 
+# The commands of `infini --help`, by what they are for.
+PARTS = {
+    "Train": ("run", "preprocess", "show", "train", "evaluate", "compare"),
+    "Use a model": ("generate", "chat", "api", "export"),
+    "Runs and datasets": ("runs", "resume", "branch", "cancel", "logs", "verify", "clean"),
+    "Servers": ("serve", "deploy"),
+    "Settings and checks": ("settings", "doctor"),
+}
+
+
+class _Parts(TyperGroup):
+    """The commands, listed in parts."""
+
+    def format_commands(self, _ctx: Context, formatter: HelpFormatter) -> None:
+        """Write a list for each part."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for title, names in PARTS.items():
+            short = [self.commands[name].get_short_help_str(limit) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(list(zip(names, short, strict=True)))
+
+
 app = typer.Typer(
     name="infini",
+    cls=_Parts,
     help="Train an Infini-Llama from text; stages retry, resume and reuse finished work.",
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode=None,
     context_settings=UNDERSCORES,
 )
@@ -156,11 +180,15 @@ def _places(output_dir: str | None, data_dir: str | None = None) -> Config:
 
 
 @app.command()
-def runs(output_dir: OutputDir = None) -> None:
+def runs(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+    output_dir: OutputDir = None,
+) -> None:
     """List all runs: step, state and losses."""
     from flows import runs
 
-    runs.show_runs(_places(output_dir))
+    (runs.print_runs if as_json else runs.show_runs)(_places(output_dir).run)
 
 
 @app.command()
@@ -506,10 +534,17 @@ def settings(
     prefix: Annotated[
         str, typer.Argument(metavar="PREFIX", help="A section or key (default: all).")
     ] = "",
+    *,
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of all, for an editor.")
+    ] = False,
 ) -> None:
     """List the settings: values, default, and what each decides."""
     from infini_model.config.explaining import reference
 
+    if json_schema:
+        typer.echo(json.dumps(Config.model_json_schema(), ensure_ascii=False))
+        return
     try:
         typer.echo(reference(prefix))
     except LookupError as error:

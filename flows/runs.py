@@ -6,12 +6,14 @@ on other machines they bring here first.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from uuid import UUID
 from flows.presets import Invocation
 from flows.serving.connection import use_server
 from flows.sweep import runs_of
-from infini_model.config import Config, load_config, merge, merge_typed, parse_override
+from infini_model.config import load_config, merge, merge_typed, parse_override
 from infini_model.config.locations import expanded, is_url
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.branches import branch_config
@@ -84,7 +86,17 @@ def named_runs(asked: Invocation) -> list[Path]:
     return found
 
 
-def show_runs(config: Config) -> None:
+def print_runs(places: RunConfig) -> None:
+    """Print the runs as a JSON array of objects, with times as in ISO 8601."""
+    refresh_runs(places.runs_dir, places.store)
+    found = [
+        {"name": run.run_dir.name, **asdict(run), "updated": _time(run).isoformat()}
+        for run in list_runs(places.runs_dir)
+    ]
+    print(json.dumps(found, ensure_ascii=False, indent=2, default=str))
+
+
+def show_runs(places: RunConfig) -> None:
     """Print a table of the runs, with the columns that fit; in a pipe all, and one line per run."""
     from rich.console import Console
     from rich.table import Table
@@ -92,8 +104,8 @@ def show_runs(config: Config) -> None:
 
     # Never wrapped in a pipe: its reader expects one line per run.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    refresh_runs(config.run.runs_dir, config.run.store)
-    found = list_runs(config.run.runs_dir)
+    refresh_runs(places.runs_dir, places.store)
+    found = list_runs(places.runs_dir)
     rows = [_cells(run) for run in found]
     columns = dict(zip(COLUMNS, zip(COLUMNS, *rows, strict=True), strict=True))
     least = {
@@ -125,9 +137,13 @@ def _cells(run: RunStatus) -> list[str]:
     step = f"{run.step:,}{total}" if run.step or total else ""
     state = f"{run.state}: {run.detail}" if run.detail else run.state
     losses = ["" if x is None else f"{x:.4f}" for x in (run.train_loss, run.validation_loss)]
-    updated = datetime.fromtimestamp(run.updated).astimezone().strftime("%Y-%m-%d %H:%M")
+    updated = _time(run).strftime("%Y-%m-%d %H:%M")
     parent = "" if run.parent is None else f"{run.parent}@{run.parent_step}"
     return [escape(cell) for cell in (run.run_dir.name, step, state, *losses, parent, updated)]
+
+
+def _time(run: RunStatus) -> datetime:
+    return datetime.fromtimestamp(run.updated).astimezone()
 
 
 def to_resume(places: RunConfig, arguments: Sequence[str]) -> tuple[Path, Invocation | None]:

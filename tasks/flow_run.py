@@ -23,7 +23,7 @@ from prefect.states import Running
 from infini_model.runtime.holders import Owner
 from tasks.artifacts import warn_on_error
 
-LEVEL = re.compile(r"\bGPU\d+:([A-Z]+) \| ")
+LEVEL = re.compile(r"\b(?:CPU\d*|GPU\d+):([A-Z]+) \| ")
 
 
 def unwrapped(value: Any) -> Any:

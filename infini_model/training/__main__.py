@@ -19,7 +19,7 @@ from infini_model.runtime.processes import die_with_parent
 from infini_model.runtime.stage_protocol import rate_limited, write_progress
 from infini_model.training import AGENT
 from infini_model.training.callbacks import Callback, Step
-from infini_model.training.launch.devices import number_visible_gpus, physical_gpu
+from infini_model.training.launch.devices import log_prefix, number_visible_gpus, physical_gpu
 from infini_model.training.launch.failures import EXIT_CRASH, TrainingFailure
 from infini_model.training.launch.heartbeat import Heartbeat
 
@@ -45,9 +45,7 @@ def _gpu() -> int | None:
 
 
 def _prefix(rank: int) -> str:
-    """The log prefix of a rank: its physical GPU, or the rank on the CPU."""
-    gpu = _gpu()
-    return f"GPU{rank if gpu is None else gpu}"
+    return log_prefix(rank, _gpu(), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 class _PrefixEachLine(logging.Formatter):
@@ -58,7 +56,7 @@ class _PrefixEachLine(logging.Formatter):
         self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message, with `GPU<n>:LEVEL | ` in front of every line."""
+        """Return the message, with the prefix and `:LEVEL | ` in front of every line."""
         prefix = f"{self._prefix}:{record.levelname} | "
         return "\n".join(prefix + line for line in super().format(record).splitlines())
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from flows import own_text
-from flows.cli import app
+from flows.cli import PARTS, app, main
 from flows.options import UNDERSCORES, configured
 from flows.parameters import invoked
 from flows.presets import Invocation, configure
@@ -221,6 +222,23 @@ def test_the_help_lists_what_the_command_uses(command: str, listed: str) -> None
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", told, re.MULTILINE)
     assert options == ["--preset", "--config", "--output-dir", *listed.split(), "--help"]
     assert "bool" not in told
+
+
+def test_the_help_lists_every_command_in_its_part_and_shells_complete_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = CliRunner().invoke(app, ["--help"]).stdout.partition("Train:")[2]
+    listed = re.findall(r"^  (\w+)  ", told, re.MULTILINE)
+    assert listed == [name for names in PARTS.values() for name in names]
+    commands = {each.name or each.callback.__name__ for each in app.registered_commands}
+    assert set(listed) == commands
+    monkeypatch.setenv("_INFINI_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "infini export --for")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    monkeypatch.setattr(sys, "argv", ["infini"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert capsys.readouterr().out.split() == ["--format"]
 
 
 @pytest.fixture

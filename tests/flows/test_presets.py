@@ -1,11 +1,16 @@
 """The presets, alone and combined, `stable` over any settings, and the runs of a sweep."""
 
 import functools
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.presets import Invocation, configure, preset_names, remedy_names
 from flows.sweep import runs_of
 from infini_model.config import Config, dump_config, load_config, merge, parse_override
@@ -31,6 +36,21 @@ def test_a_preset_survives_a_round_trip_through_yaml(preset: str, tmp_path: Path
     file.write_text(dump_config(config))
     assert load_config(file) == Invocation.of([], file, {}).config == config
     assert config.run.preset == (f"quickstart-{preset}" if preset in remedy_names() else preset)
+
+
+def test_an_editor_completes_presets_by_the_schema_that_their_first_line_names() -> None:
+    schema = json.loads(CliRunner().invoke(app, ["settings", "--json-schema"]).stdout)
+    committed = PRESETS.parent / "settings.schema.json"
+    assert json.loads(committed.read_text()) == schema, (
+        f"infini settings --json-schema > {committed}"
+    )
+    validator = Draft202012Validator(schema)
+    for preset in PRESETS.glob("*.yaml"):
+        first, _, text = preset.read_text().partition("\n")
+        named = first.removeprefix("# yaml-language-server: $schema=")
+        assert (PRESETS / named).resolve() == committed
+        validator.validate(yaml.safe_load(text))
+    assert not validator.is_valid({"training": {"max_step": 3}})
 
 
 @pytest.mark.parametrize("preset", WHOLE)
@@ -75,10 +95,10 @@ def test_long_contexts_are_evaluated_of_a_run_or_beside_another_preset() -> None
 
 
 @pytest.mark.parametrize("preset", WHOLE)
-def test_the_first_line_of_a_preset_says_what_it_costs(preset: str) -> None:
-    first = (PRESETS / f"{preset}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    assert re.search(r"\b(minutes?|hours?|days)\b.*\b(GB|GiB)\b.*\bdisk\b", first)
-    assert re.search(r"\((measured|estimated)\)", first)
+def test_a_preset_says_what_it_costs_below_its_schema(preset: str) -> None:
+    cost = (PRESETS / f"{preset}.yaml").read_text(encoding="utf-8").splitlines()[1]
+    assert re.search(r"\b(minutes?|hours?|days)\b.*\b(GB|GiB)\b.*\bdisk\b", cost)
+    assert re.search(r"\((measured|estimated)\)", cost)
 
 
 def test_uptrain_gives_a_memory_to_weights_of_a_run_that_had_none(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`infini runs`, `resume`, `cancel` and `logs` on real runs, however they were started."""
 
 import asyncio
+import json
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from uuid import UUID
 
@@ -228,18 +230,32 @@ def test_a_narrow_terminal_shows_whole_columns_and_a_pipe_a_line_per_run(
         config = configure(["debug"], overrides=[f"run.output_dir={output}", f"run.name={name}"])
         with claim_run(config, "k1", Path("data"), owner=Owner("1")):
             pass
-    runs.show_runs(config)
+    runs.show_runs(config.run)
     title, *rows = capsys.readouterr().out.splitlines()
     assert title.split()[-2:] == ["Validation", "Updated"]
     assert {row.split()[0] for row in rows} == names
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    runs.show_runs(config)
+    runs.show_runs(config.run)
     title, *lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     assert title.split() == ["Run", "Step", "State", "Loss", "Validation", "Updated"]
     (row,) = [line.split() for line in lines if line.startswith("short")]
     assert row[1:3] == [f"0/{config.training.max_steps}", "interrupted"]
     assert re.fullmatch(r"[\d-]{10} [\d:]{5}", " ".join(row[3:]))
+
+
+def test_the_runs_as_json_have_what_the_table_shows(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(["debug"], overrides=[f"run.output_dir={output}", "run.name=first"])
+    with claim_run(config, "k1", Path("data"), owner=Owner("1")) as run_dir:
+        runs.print_runs(config.run)
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["name"], run["state"], run["step"]) == ("first", "running", 0)
+    assert Path(run["run_dir"]) == run_dir
+    assert run["total"] == config.training.max_steps
+    assert run["train_loss"] is None
+    assert datetime.fromisoformat(run["updated"]).tzinfo is not None
 
 
 @pytest.mark.parametrize("deployment", [None, UUID(int=3)])

@@ -147,12 +147,12 @@ def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_a
     assert log.count(message) == 1
     # The ranks' lines have their levels.
     errors = prefect.log_of(run, logging.ERROR)
-    assert any(line.startswith("GPU0:ERROR | ") for line in errors)
-    assert not any(line.startswith("GPU0:INFO | ") for line in errors)
+    assert any(line.startswith("CPU:ERROR | ") for line in errors)
+    assert not any(line.startswith("CPU:INFO | ") for line in errors)
     assert len([line for line in log if "Resuming after: non-finite" in line]) == 2
     shown = prefect.artifacts(run)
     assert message in shown["failure"]
-    assert "GPU0:ERROR" in shown["failure"]
+    assert "CPU:ERROR" in shown["failure"]
     assert "/output/runs/quickstart-1" in shown["run-folder"]
 
     def told() -> tuple[str, int]:

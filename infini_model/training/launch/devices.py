@@ -278,3 +278,10 @@ def physical_gpu(local_rank: int) -> int | None:
     """
     numbers = [int(part) for part in os.environ.get(GPU_NUMBERS, "").split(",") if part]
     return numbers[local_rank] if local_rank < len(numbers) else None
+
+
+def log_prefix(rank: int, gpu: int | None, world_size: int) -> str:
+    """Return what begins the log lines of a rank: its physical GPU, or the CPU."""
+    if gpu is not None:
+        return f"GPU{gpu}"
+    return "CPU" if world_size == 1 else f"CPU{rank}"

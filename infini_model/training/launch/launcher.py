@@ -25,7 +25,7 @@ from infini_model.runtime.machine import available_cores
 from infini_model.runtime.owner import lost
 from infini_model.runtime.stage_protocol import PROGRESS, OnProgress, parse_line, rate_limited
 from infini_model.runtime.storage import atomic_file, make_folder
-from infini_model.training.launch.devices import GPU_NUMBERS, Gpu
+from infini_model.training.launch.devices import GPU_NUMBERS, Gpu, log_prefix
 from infini_model.training.launch.failures import ERROR_FILE, TrainingFailure, read_failure
 from infini_model.training.launch.heartbeat import HangDetector
 from infini_model.training.launch.recovery import read_recovery, record_failure
@@ -125,7 +125,8 @@ def train_here(job: Job) -> None:
         first = nodes.node_rank * count
         # The ranks of this machine, each with the physical number of its GPU, or None on the CPU.
         ranks = {first + n: gpus[n].number if gpus else None for n in range(count)}
-        is_single = nodes.num_nodes * count == 1
+        world_size = nodes.num_nodes * count
+        is_single = world_size == 1
         command = [sys.executable, "-m"]
         if not is_single:
             # Where its ranks say why they fail; the temporary folder of a machine may be full.
@@ -143,7 +144,7 @@ def train_here(job: Job) -> None:
             job,
             [*command, "infini_model.training", "--report-progress"],
             name=str(nodes.node_rank),
-            ranks={f"GPU{rank if gpu is None else gpu}": rank for rank, gpu in ranks.items()},
+            ranks={log_prefix(rank, gpu, world_size): rank for rank, gpu in ranks.items()},
             # Lines without a known prefix: torchrun's, or those of native code in the only rank.
             other="rank-0.log" if is_single else "torchrun.log",
             environment=_environment(gpus, count),

@@ -21,6 +21,7 @@ from infini_model.training.launch.devices import (
     choose_gpus,
     first_device,
     list_gpus,
+    log_prefix,
     number_visible_gpus,
     physical_gpu,
 )
@@ -122,6 +123,12 @@ def test_the_gpu_of_a_rank_is_named_by_the_launcher_or_else_the_visible_ones_cou
     assert numbered("auto") == [None] * 3
     assert choose_gpus("auto") == []
     assert "2 GPUs are not used: the installed torch was built without CUDA" in caplog.text
+
+
+def test_log_lines_name_the_gpu_of_their_rank_or_the_cpu():
+    assert [log_prefix(rank, gpu, 2) for rank, gpu in ((0, 5), (1, 3))] == ["GPU5", "GPU3"]
+    assert [log_prefix(rank, None, 2) for rank in (0, 1)] == ["CPU0", "CPU1"]
+    assert log_prefix(0, None, 1) == "CPU"
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -27,6 +27,7 @@ from infini_model.runtime.runs import (
     read_run,
     read_run_config,
 )
+from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.serving.engine import Engine
 from infini_model.serving.known_texts import KnownTexts
 from infini_model.serving.requests import Answer, Event, Piece, Request
@@ -53,14 +54,15 @@ class Sampling(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     seed: int
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
 
 
 class Model:
     """A model with its tokenizer.
 
     Texts are read and written by a thread of its own, many at once. What has been read is kept, so
-    that a text that begins as an earlier one is read from where they part.
+    that a text that begins as an earlier one is read from where they part. Whoever changes the
+    weights makes a new one.
 
     Attributes:
         llama: The network.
@@ -103,6 +105,7 @@ class Model:
         asked = {"launch": {"gpus": gpus}, "training": {"precision": precision}}
         config, folder = load_config(overrides=[asked]), expanded(source)
         if not folder.is_dir():
+            refresh_runs(config.run.runs_dir, config.run.store)
             folder = config.run.runs_dir / folder
         if not folder.is_dir():
             if str(source).count("/") != 1:
@@ -256,7 +259,7 @@ class Model:
             max_tokens=drawn.max_new_tokens,
             end_token_ids=ends,
             seed=(seed, row),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=tuple(filter(None, [stop] if isinstance(stop, str) else stop or ())),
         )
 
     def _unmasked(self, request: Request) -> Iterator[Piece]:

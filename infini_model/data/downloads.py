@@ -6,21 +6,28 @@ so a later dataset downloads no more than the partitions that are new.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 
 from infini_model.data.datasets import RECORD, Datasets
 from infini_model.data.manifest import ASSEMBLED, PARTITIONS, Shard, read_manifest, read_origin
 from infini_model.data.partitions import PartitionRecord
-from infini_model.data.store import read_or_invalidate
 from infini_model.data.verify import assembled_at, find_faults
 from infini_model.runtime import storage
-from infini_model.runtime.errors import DataError, ObjectDamagedError, ObjectMissingError, UserError
+from infini_model.runtime.errors import (
+    DataError,
+    ObjectChangedError,
+    ObjectDamagedError,
+    ObjectMissingError,
+    StoreError,
+    UnreachableError,
+    UserError,
+)
 from infini_model.runtime.fact_cache import fact_cache
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.stage_protocol import OnProgress
@@ -140,10 +147,23 @@ def _download(store: ObjectStore, here: Datasets, key: str, shards: dict[str, Sh
             with storage.atomic_folder(here.partitions / key) as folder:
                 sums = {path: shard.sha256 for path, shard in shards.items()}
                 for path, sha256 in [*sums.items(), (f"{key}/{RECORD}", None)]:
-                    read = partial(store.download, path, folder / Path(path).name, sha256)
-                    try:
-                        read_or_invalidate(store, path, read)
-                    except (ObjectDamagedError, ObjectMissingError) as error:
-                        advice = "run the preprocess stage again, which rebuilds its partition"
-                        raise DataError(f"{error}; {advice}") from error
+                    _read(store, path, folder / Path(path).name, sha256)
     return sum(shard.bytes for shard in shards.values())
+
+
+def _read(store: ObjectStore, path: str, target: Path, sha256: str | None) -> None:
+    """Download an object of a partition, again if it is not what its record says.
+
+    If it is missing or damaged then too, the partition is invalidated. Raises `DataError`.
+    """
+    with contextlib.suppress(ObjectChangedError, ObjectDamagedError, ObjectMissingError):
+        store.download(path, target, sha256)
+        return
+    try:
+        store.download(path, target, sha256)
+    except (ObjectDamagedError, ObjectMissingError) as error:
+        # Whoever may only read has found the damage all the same.
+        with contextlib.suppress(StoreError, UnreachableError):
+            store.delete([f"{path.partition('/')[0]}/{RECORD}"])
+        advice = "run the preprocess stage again, which rebuilds its partition"
+        raise DataError(f"{error}; {advice}") from error

@@ -11,10 +11,9 @@ counts as never made.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -38,14 +37,7 @@ from infini_model.data.partitions import PartitionRecord, PartitionSpec
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.data.tokenizers.trained import TokenizerStore
 from infini_model.runtime import storage
-from infini_model.runtime.errors import (
-    DataError,
-    ObjectChangedError,
-    ObjectDamagedError,
-    ObjectMissingError,
-    StoreError,
-    UnreachableError,
-)
+from infini_model.runtime.errors import DataError, ObjectMissingError
 from infini_model.runtime.object_store import ObjectStore
 from infini_model.runtime.records import parse_record, write_record
 
@@ -255,23 +247,6 @@ def datasets_at(place: Path | str, address: str | None = None) -> Datasets:
     if is_url(place):
         return StoredDatasets(str(place), working_folder(str(place)))
     return Datasets(Path(place)) if address is None else StoredDatasets(address, Path(place))
-
-
-def read_or_invalidate(partitions: ObjectStore, name: str, read: Callable[[], None]) -> None:
-    """Read an object of a partition, again if it is not what its record says, by calling `read`.
-
-    If it is missing or damaged then too, the partition is invalidated. Raises what `read` raises.
-    """
-    with contextlib.suppress(ObjectChangedError, ObjectDamagedError, ObjectMissingError):
-        read()
-        return
-    try:
-        read()
-    except (ObjectDamagedError, ObjectMissingError):
-        # Whoever may only read has found the damage all the same.
-        with contextlib.suppress(StoreError, UnreachableError):
-            partitions.delete([f"{name.partition('/')[0]}/{RECORD}"])
-        raise
 
 
 def no_dataset(address: str) -> DataError:

@@ -77,25 +77,13 @@ def listing_file(listing: Listing, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class RequestedSource:
-    """A source of a requested dataset: its files and, in the order of their keys, its partitions.
-
-    Equal files make equal partitions, with the same key.
-    """
-
-    name: str
-    files: list[FileRange]
-    common: CommonSpec
-    partitions: list[tuple[str, Partition]]
-
-
-@dataclass(frozen=True)
 class RequestedDataset:
     """The dataset that a configuration asks for, to be among `datasets`.
 
-    `keys` are those of the partitions of each source, sorted, and `key` is a hash of them, in
-    hexadecimal. `pin` is that of a tokenizer that was trained for an earlier dataset of this name.
-    `build` is what the dataset is made from, as it is noted before it is made.
+    `key` is a hash of `keys`, in hexadecimal. `pin` is that of a tokenizer that was trained for an
+    earlier dataset of this name. `build` is what the dataset is made from, as it is noted before it
+    is made. By source: `files`, what its partitions share in `common`, and `partitions` with their
+    keys, sorted by these. Equal files make equal partitions, with the same key.
     """
 
     datasets: Datasets
@@ -104,16 +92,18 @@ class RequestedDataset:
     key: str
     tokenizer: Tokenizer
     pin: PinnedTokenizer | None
-    sources: list[RequestedSource]
+    files: dict[str, list[FileRange]]
+    common: dict[str, CommonSpec]
+    partitions: dict[str, list[tuple[str, Partition]]]
     keys: dict[str, list[str]]
     build: Build
 
     def specs(self, keys: Container[str]) -> list[PartitionSpec]:
         """The specs of the partitions of these keys, in order, each once."""
         wanted = {
-            key: (each.common, partition)
-            for each in self.sources
-            for key, partition in each.partitions
+            key: (self.common[name], partition)
+            for name, partitions in self.partitions.items()
+            for key, partition in partitions
             if key in keys
         }
         return [
@@ -138,8 +128,8 @@ class RequestedDataset:
                 bytes=sum(record.bytes for record in listed),
                 skipped=sum(record.skipped for record in listed),
             ),
-            conversations=[each.name for each in self.sources if each.common.reading.conversations],
-            tokenizer=self.sources[0].common.tokenizer,
+            conversations=[n for n, each in self.common.items() if each.reading.conversations],
+            tokenizer=next(iter(self.common.values())).tokenizer,
             splits={split: _split_record(split, by_source) for split in SPLITS},
             versions=machine.package_versions(*PACKAGES),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,12 +189,9 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
         fingerprint=tokenizer.fingerprint,
         dtype=id_dtype(tokenizer.vocab_size).name,
     )
-    sources = []
-    for name, reading in readings.items():
-        common = CommonSpec(reading, record, config.splits)
-        keyed = common.keyed(partitions[name])
-        sources.append(RequestedSource(name, listing.sources[name], common, keyed))
-    keys = {each.name: [key for key, _ in each.partitions] for each in sources}
+    common = {name: CommonSpec(each, record, config.splits) for name, each in readings.items()}
+    keyed = {name: each.keyed(partitions[name]) for name, each in common.items()}
+    keys = {name: [key for key, _ in each] for name, each in keyed.items()}
     # Names of sources belong to the key: by them a training weighs what it reads.
     key = storage.content_key(keys.get("", keys))
     return RequestedDataset(
@@ -214,7 +201,9 @@ def requested_dataset(listing: Listing, config: DataConfig, datasets: Datasets) 
         key=key,
         tokenizer=tokenizer,
         pin=pin,
-        sources=sources,
+        files={name: listing.sources[name] for name in common},
+        common=common,
+        partitions=keyed,
         keys=keys,
         build=Build(
             listing=listing_file(listing, config.name),
@@ -283,8 +272,8 @@ def build_dataset(
 
 def _warn_of_separator(wanted: RequestedDataset, manifest: Manifest) -> None:
     """Tell of one that occurs in no file; each is then one document, perhaps left out."""
-    separators = [each.common.reading.separator for each in wanted.sources]
-    files = [part for each in wanted.sources for part in each.files]
+    separators = [each.reading.separator for each in wanted.common.values()]
+    files = [*itertools.chain.from_iterable(wanted.files.values())]
     is_text, corpus = all(part.kind == "text" for part in files), manifest.corpus
     if all(separators) and is_text and corpus.documents + corpus.skipped == len(files):
         many, first = f"{len(files):,} files", files[0].file.address
@@ -323,10 +312,10 @@ def _make_partitions(
 
 def _check_documents(wanted: RequestedDataset, records: Mapping[str, PartitionRecord]) -> None:
     """Raise `DataError` if nothing is left of a source: it has no documents, or all are skipped."""
-    for source in wanted.sources:
-        own = [records[key] for key in wanted.keys[source.name]]
+    for name, files in wanted.files.items():
+        own = [records[key] for key in wanted.keys[name]]
         if not sum(record.documents for record in own):
-            first, more = source.files[0].file.address, len(source.files) - 1
+            first, more = files[0].file.address, len(files) - 1
             skipped = sum(record.skipped for record in own)
             raise DataError(
                 f"{first}{f' and {more} more' if more else ''}: no documents left: {skipped} of "

@@ -51,8 +51,7 @@ def attention_by_segment(
     rows = len(keys)
     streams = len(q) // rows
     if memory is None:
-        shape = (rows, k.size(1), k.size(3))
-        memory = RULES[update].empty(*shape, dtype=q.dtype, device=q.device)
+        memory = RULES[update].empty(keys)
     kv, norm, out, begins = memory.kv, memory.norm, [], [0] * rows
     for number, start in enumerate(range(0, q.size(2), segment_length)):
         segment = slice(start, start + segment_length)

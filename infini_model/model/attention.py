@@ -97,7 +97,7 @@ def infini_attention(
     _check(q, k, v, read_weight, window, rope, memory, update, document_starts, *own)
     rule, rows, tokens = RULES[update], keys.size(0), q.size(2)
     if memory is None:
-        memory = rule.empty(rows, *k.shape[1::2], dtype=k.dtype, device=k.device)
+        memory = rule.empty(keys)
     nothing = torch.zeros(rows, dtype=torch.int64, device=q.device)
     sight = window.sight(document_starts, nothing, tokens)
     queries, local_keys, values = (segmented(x, min(segment_length, tokens)) for x in (q, k, v))

@@ -171,8 +171,7 @@ class Rule(nn.Module):
             # There is nothing to read or write, but each parameter needs a gradient.
             return local + 0.0 * sum(each.flatten()[0] for each in self.parameters()), None
         (queries, keys), gates = self.shifted(q, k, state, starts), self.token_gates(x)
-        empty = self.empty(len(k), *k.shape[1::2], dtype=k.dtype, device=k.device)
-        memory = empty if state is None else state.memory
+        memory = self.empty(k) if state is None else state.memory
         written = k.size(2) // self.segment_length
         if not keep_state:  # nothing reads what the last segment would write
             written = min(written, local.size(1) - 1)
@@ -229,19 +228,18 @@ class Rule(nn.Module):
         return out, RuleState(memory, keys, gates, update.newest(k, state.last_key), last_query)
 
     @classmethod
-    def empty(
-        cls, rows: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Memory:
-        """A memory of zeros, for activations of `dtype`."""
-        shape = (rows, heads, cls.features * head_dim, head_dim)
-        kv = torch.zeros(shape, dtype=memory_dtype(dtype), device=device)
+    def empty(cls, keys: Tensor) -> Memory:
+        """A memory of zeros, for such keys [B, H_kv, T, D]."""
+        rows, heads, _, width = keys.shape
+        shape = (rows, heads, cls.features * width, width)
+        kv = keys.new_zeros(shape, dtype=memory_dtype(keys.dtype))
         return Memory(kv, torch.zeros_like(kv[..., 0]) if cls.is_normalised else None)
 
     def empty_state(self, rows: int, config: ModelConfig, like: Tensor) -> RuleState:
         """The state before the first token, with the dtype and device of `like`."""
         heads, width = config.key_value_heads, config.head_dim
-        memory = self.empty(rows, heads, width, dtype=like.dtype, device=like.device)
         keys = like.new_zeros(rows, heads, 0, width)
+        memory = self.empty(keys)
         gates = memory.kv.new_zeros(*keys.shape[:-1], 2) if self.is_gated else None
         last_query = None
         if self.memory_query_shift is not None:

@@ -105,6 +105,8 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path) -> None:
     Whether there is a retry, and with which settings, depends on how the training failed
     (`infini_model.training.launch.recovery`). All retries share one MLflow run.
     """
+    from infini_model.training.launch.launcher import Job, launch
+
     about = "Settings, logs, checkpoints and the trained model"
     artifacts.show_folder("run-folder", run_dir, about)
     mlflow, waiting = LiveArtifact("mlflow"), Waiting(waiting_note(run_dir))
@@ -115,34 +117,20 @@ def _train(config: Config, dataset_dir: Path, run_dir: Path) -> None:
         if link := mlflow_link(run_dir, config):
             mlflow.show(link)
 
-    try:
-        with updates("state of the run", show_state, VIEW_SECONDS):
-            _launch(config, dataset_dir, run_dir, tail)
-    except EXPECTED as error:
-        note_training(error, config, dataset_dir, run_dir, list(tail))
-        raise
-
-
-def _launch(config: Config, dataset_dir: Path, run_dir: Path, tail: deque[str]) -> None:
-    from infini_model.training.launch.launcher import Job, launch
-
     def on_line(line: str) -> None:
         log_line(line)
         tail.append(line)
 
-    with (
-        progress("train", "steps", logged=False, note=lambda: newest_step(run_dir)) as show,
-        stopped_with_flow_run(lambda: saved_note(run_dir)) as stop,
-    ):
-        job = Job(
-            config,
-            dataset_dir,
-            run_dir,
-            on_line=on_line,
-            on_progress=show,
-            stop=stop,
-        )
-        launch(job)
+    try:
+        with (
+            updates("state of the run", show_state, VIEW_SECONDS),
+            progress("train", "steps", logged=False, note=lambda: newest_step(run_dir)) as show,
+            stopped_with_flow_run(lambda: saved_note(run_dir)) as stop,
+        ):
+            launch(Job(config, dataset_dir, run_dir, on_line=on_line, on_progress=show, stop=stop))
+    except EXPECTED as error:
+        note_training(error, config, dataset_dir, run_dir, list(tail))
+        raise
 
 
 def mlflow_link(run_dir: Path, config: Config) -> LinkArtifact | None:

@@ -35,15 +35,13 @@ def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
 def completed(result: dict[str, Any]) -> State[dict[str, Any]]:
     """The end of a flow run with the result of `evaluate`, and what it says in short."""
     if "report" in result:
-        return Completed(message=_summary(result), data=result)
-    message = f"{outcome(Path(result['run_dir']))} · the first machine writes the report"
-    return Completed(message=message, data=result)
-
-
-def _summary(report: dict[str, Any]) -> str:
-    losses = report.get("tasks", {}).get("loss", {}).get("metrics", {})
-    said = [f"validation loss {losses[VALIDATION_LOSS]:.3f}"] if VALIDATION_LOSS in losses else []
-    return " · ".join([*said, f"report {report['report']}"])
+        losses = result.get("tasks", {}).get("loss", {}).get("metrics", {})
+        loss = losses.get(VALIDATION_LOSS)
+        said = [] if loss is None else [f"validation loss {loss:.3f}"]
+        said.append(f"report {result['report']}")
+    else:
+        said = [outcome(Path(result["run_dir"])), "the first machine writes the report"]
+    return Completed(message=" · ".join(said), data=result)
 
 
 def _evaluate(config: Config, dataset_dir: Path, run_dir: Path) -> dict[str, Any]:

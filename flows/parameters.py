@@ -233,14 +233,6 @@ def _tree_schema() -> Tree:
     return tree
 
 
-def _schema_at(key: str) -> Tree:
-    """JSON schema of one key, without null: an unset parameter is left out."""
-    node = _partial(schemas()[key])
-    (typed,) = [choice for choice in node.get("anyOf", [node]) if choice["type"] != "null"]
-    typed = _json_editor(typed) if "additionalProperties" in typed else _without(typed, "title")
-    return typed | {"description": node["description"]}
-
-
 def _json_editor(schema: Tree) -> Tree:
     """The schema of an object that the UI shows as one JSON editor, and checks all the same.
 
@@ -272,9 +264,11 @@ def _annotations(flow_name: str) -> dict[str, Any]:
     annotations = {"preset": _parameter("preset", presets, about)}
     for name in settings_of(flow_name):
         key, _, own = SETTINGS[name]
-        schema = _schema_at(key)
-        description = schema.pop("description")
-        annotations[name] = _parameter(name, schema, own or description)
+        node = _partial(schemas()[key])
+        # Without null: an unset parameter is left out.
+        (typed,) = [choice for choice in node.get("anyOf", [node]) if choice["type"] != "null"]
+        typed = _json_editor(typed) if "additionalProperties" in typed else _without(typed, "title")
+        annotations[name] = _parameter(name, typed, own or node["description"])
     about = (
         "Any other settings, applied over the preset, as JSON such as "
         '`{"model": {"num_hidden_layers": 6}, "training": {"warmup_steps": 50}}`.'

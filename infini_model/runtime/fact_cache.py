@@ -9,6 +9,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from infini_model.runtime import storage
 from infini_model.runtime.errors import UserError
 
@@ -33,7 +35,7 @@ class FactCache:
 
     @cached_property
     def _facts(self) -> dict[str, list[Any]]:
-        return storage.read_json_or_empty(self._path)
+        return _read(self._path)
 
     def get(self, key: str) -> Any | None:
         value, day = self._new.get(key) or self._facts.get(key) or (None, 0)
@@ -53,7 +55,7 @@ class FactCache:
         try:
             with storage.lock(self._path.with_suffix(".lock")):
                 storage.remove_leftovers(self._path.parent, self._path.name)
-                facts = storage.read_json_or_empty(self._path) | new
+                facts = _read(self._path) | new
                 oldest = self._today - KEEP_DAYS
                 self._facts = {key: fact for key, fact in facts.items() if fact[1] >= oldest}
                 with storage.atomic_file(self._path) as temporary:
@@ -67,3 +69,13 @@ class FactCache:
 def fact_cache(folder: Path) -> FactCache:
     """Open the facts about files that all machines which see a `folder` keep in it."""
     return FactCache(folder / ".facts.json")
+
+
+def _read(path: Path) -> dict[str, list[Any]]:
+    """The facts of a file; none if it is missing or damaged."""
+    try:
+        # Two thirds of the time that `json` takes.
+        facts = from_json(path.read_bytes(), cache_strings="none")
+        return facts if isinstance(facts, dict) else {}
+    except (OSError, ValueError):
+        return {}

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from infini_model.runtime.errors import UserError
 
 TEMPORARY = ".tmp-"
@@ -172,8 +170,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Read a JSON object; an empty one if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        # Two thirds of the time that `json` takes.
-        return dict(from_json(path.read_bytes(), cache_strings="none"))
+        return dict(json.loads(path.read_bytes()))
     return {}
 
 

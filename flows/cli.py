@@ -137,7 +137,7 @@ def show(
         bool, typer.Option("--all", help="Print all windows of the batch, from end to end.")
     ] = False,
 ) -> None:
-    """Show what a training will see: the dataset, and the first batch."""
+    """Show what a training will see: its data and its first batch."""
     from flows.show import show
 
     show(asked.config, every=every)
@@ -226,9 +226,9 @@ def branch(
     ] = None,
     output_dir: OutputDir = None,
 ) -> None:
-    """Train a new run from a checkpoint of another, then evaluate it.
+    """Train a new run from a checkpoint of another.
 
-    It has the settings and the dataset of the other run, but for those given.
+    It has the settings and the dataset of the other run, but for those given, and is evaluated.
     """
     from flows import runs
 
@@ -313,9 +313,10 @@ def verify(
     output_dir: OutputDir = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compare every checksum of a dataset; of one in a store, the sizes of its objects there.
+    """Compare every checksum of a dataset.
 
-    Exits with status 2 if a file is missing or damaged.
+    Of one in a store, it compares the sizes of its objects there. Exits with status 2 if a file is
+    missing or damaged.
     """
     from flows import dataset_commands
 
@@ -543,6 +544,8 @@ def settings(
     from infini_model.config.explaining import reference
 
     if json_schema:
+        if prefix:
+            raise UserError("--json-schema: is that of all settings, and takes no PREFIX")
         typer.echo(json.dumps(Config.model_json_schema(), ensure_ascii=False))
         return
     try:

@@ -1,6 +1,6 @@
 """A causal model as EleutherAI's lm-evaluation-harness sees it: likelihoods and continuations.
 
-No answer depends on its batch.
+Up to rounding, no answer depends on its batch.
 """
 
 from __future__ import annotations

@@ -54,9 +54,7 @@ class Engine:
     """The thread that reads and writes, and what it works on."""
 
     def __init__(self, model: InfiniLlama, tokenizer: Tokenizer, known: KnownTexts) -> None:
-        """Start the thread. Raises `UserError` if the model generates by diffusion."""
-        if model.config.bidirectional:
-            raise UserError("answers need a causal model; this one generates by diffusion")
+        """Start the thread; the model is a causal one."""
         self._model, self._tokenizer, self._known = model, tokenizer, known
         self._length = model.config.segment_length
         self._arrived, self._stops = queue.SimpleQueue[Request | None](), False
@@ -83,9 +81,10 @@ class Engine:
         self._arrived.put(None)
 
     def close(self) -> None:
-        """Stop the thread and wait for its end."""
+        """Stop the thread and wait for its end, unless it is this one."""
         self.stop()
-        self._thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     @torch.inference_mode()
     def _run(self) -> None:

@@ -83,6 +83,11 @@ class KnownTexts:
         while len(self._names) > MOST_STATES:
             self._names.popitem(last=False)
 
+    def has(self, name: str) -> bool:
+        """Return whether the text of this name is known."""
+        text, _ = self._names.get(name, (Text(), ()))
+        return text.hashed.digest() in self._states
+
     def named(self, name: str) -> Known:
         """Return the text of this name. Raises `UserError` if it is not, or no longer, known."""
         text, unread = self._names.get(name, (Text(), ()))

@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import queue
+import re
+import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from infini_model.config import Config, SampleConfig, load_config
 from infini_model.config.locations import expanded
-from infini_model.data.sources.chat import USER, ChatTemplate, Messages
+from infini_model.data.sources.chat import (
+    ASSISTANT,
+    USER,
+    ChatTemplate,
+    Message,
+    Messages,
+)
 from infini_model.data.tokenizers.load import load_dataset_tokenizer, tokenizer_of
 from infini_model.data.tokenizers.tokenizer import Tokenizer, prompt_ids
 from infini_model.model.generate import check_seed, sampling
@@ -38,6 +46,8 @@ from infini_model.training.initial_weights import fetch_folder
 log = logging.getLogger(__name__)
 
 GIGABYTE = 10**9
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.@-]+")
 # Texts that `Model.loss` reads at once.
 SCORED_AT_ONCE = 8
 
@@ -46,7 +56,8 @@ class Sampling(TypedDict, total=False):
     """How an answer is drawn, and when it ends.
 
     The first four are those of `infini_model.config.SampleConfig`. Answer i of a call is drawn with
-    (`seed`, i), 0 by default. `stop` are strings that end an answer and are no part of it.
+    (`seed`, i); `seed` is 0 by default, so the same call gives the same answers. `stop` are strings
+    that end an answer and are no part of it.
     """
 
     max_new_tokens: int
@@ -60,14 +71,15 @@ class Sampling(TypedDict, total=False):
 class Model:
     """A model with its tokenizer.
 
-    Texts are read and written by a thread of its own, many at once. What has been read is kept, so
-    that a text that begins as an earlier one is read from where they part. Whoever changes the
-    weights makes a new one.
+    Texts are read and written by a thread of its own, many at once. What has been read is kept: of
+    a text that begins as an earlier one, little more than the rest is read. If you change the
+    weights, create a new `Model`.
 
     Attributes:
         llama: The network.
         name: That of its run or folder.
         sampling: How tokens are drawn, unless a call says otherwise.
+        known: What has been read.
     """
 
     def __init__(
@@ -84,7 +96,11 @@ class Model:
         self.llama, self.tokenizer, self.name = llama, tokenizer, name
         self.sampling = sampling or SampleConfig()
         self._make_template = template or tokenizer.chat
-        self._cache = KnownTexts(int(cache_gigabytes * GIGABYTE))
+        self.known = KnownTexts(int(cache_gigabytes * GIGABYTE))
+        self._engine: Engine | None = None
+        if not llama.config.bidirectional:
+            self._engine = Engine(llama, tokenizer, self.known)
+            weakref.finalize(self, self._engine.close)
 
     @classmethod
     def load(cls, source: str | Path, *, device: str = "auto", precision: str = "auto") -> Model:
@@ -101,6 +117,8 @@ class Model:
 
         Raises `UserError` in one line: of what is missing, damaged or not supported.
         """
+        if not DEVICE.fullmatch(device := str(device)):
+            raise UserError(f"device: got {device!r}; takes auto, cpu, cuda or cuda:N")
         gpus = "all" if device == "cuda" else device.removeprefix("cuda:")
         asked = {"launch": {"gpus": gpus}, "training": {"precision": precision}}
         config, folder = load_config(overrides=[asked]), expanded(source)
@@ -108,7 +126,7 @@ class Model:
             refresh_runs(config.run.runs_dir, config.run.store)
             folder = config.run.runs_dir / folder
         if not folder.is_dir():
-            if str(source).count("/") != 1:
+            if not REPOSITORY.fullmatch(str(source)):
                 raise UserError(f"{source}: there is no such run or folder")
             folder, _ = fetch_folder(str(source), "Model.load")
         return cls.from_checkpoint(config, folder)
@@ -155,8 +173,11 @@ class Model:
         Texts that are given together are read and written together. Raises `UserError` for an empty
         prompt or a setting out of its range.
         """
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        requests = [self._request(text, row, settings) for row, text in enumerate(texts)]
+        texts = _named("prompt", prompts)
+        requests = [
+            self._request(name, text, row, settings)
+            for row, (name, text) in enumerate(texts.items())
+        ]
         try:
             answers = [self.answer(request) for request in requests]
             new = ["".join(piece.text for piece in answer) for answer in answers]
@@ -170,7 +191,7 @@ class Model:
 
         Errors are raised at the first piece.
         """
-        request = self._request(prompt, 0, settings)
+        request = self._request("prompt", prompt, 0, settings)
         try:
             for piece in self.answer(request):
                 yield piece.text
@@ -182,6 +203,7 @@ class Model:
 
         Raises `UserError` as `generate`, and if the chat template refuses the messages.
         """
+        _check_messages(messages)
         return "".join(self.stream(messages, **settings))
 
     @overload
@@ -197,21 +219,21 @@ class Model:
         """
         if self.llama.config.bidirectional:
             raise UserError("loss: needs a causal model; this one generates by diffusion")
-        given = [texts] if isinstance(texts, str) else texts
-        rows = [prompt_ids(self.tokenizer, text) for text in given]
-        for number, ids in enumerate(rows):
-            if len(ids) < 2:
-                raise UserError(f"text {number}: is too short: no token follows another")
+        rows = list[list[int]]()
+        for name, text in _named("text", texts).items():
+            rows.append(prompt_ids(self.tokenizer, text))
+            if len(rows[-1]) < 2:
+                raise UserError(f"{name}: needs at least two tokens")
         scores = score(self.llama, [(ids[:1], ids[1:]) for ids in rows], SCORED_AT_ONCE)
         losses = [-total / (len(ids) - 1) for (total, _), ids in zip(scores, rows, strict=True)]
         return losses[0] if isinstance(texts, str) else losses
 
-    @functools.cached_property
+    @property
     def engine(self) -> Engine:
         """The thread that reads and writes. Raises `UserError` for a model of diffusion."""
-        engine = Engine(self.llama, self.tokenizer, self._cache)
-        weakref.finalize(self, engine.close)
-        return engine
+        if self._engine is None:
+            raise UserError("answers need a causal model; this one generates by diffusion")
+        return self._engine
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -230,8 +252,9 @@ class Model:
     def turn_ids(self, messages: Messages, *, follows: bool) -> list[int]:
         """Return the ids of messages up to the answer; they begin or follow a conversation.
 
-        Raises `DataError` in one line if the template refuses the messages.
+        Raises `UserError` if they are none, or the template refuses them.
         """
+        _check_messages(messages)
         render = self.template.next_turn if follows else self.template.render
         return prompt_ids(self.tokenizer, render(messages), follows=follows)
 
@@ -242,24 +265,39 @@ class Model:
         events = queue.SimpleQueue[Event]()
         request.emit = events.put
         self.engine.submit(request)
-        return _received(events)
+        return self._received(events)
 
-    def _request(self, prompt: str | Messages, row: int, given: Sampling) -> Request:
+    def _received(self, events: queue.SimpleQueue[Event]) -> Iterator[Piece]:
+        finish_reason = None
+        while finish_reason is None:
+            event = events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Piece):
+                yield event
+                finish_reason = event.finish_reason
+
+    def _request(self, name: str, prompt: str | Messages, row: int, given: Sampling) -> Request:
         settings: dict[str, Any] = {**given}
-        seed, stop = settings.pop("seed", 0), settings.pop("stop", ())
+        seed, stop = settings.pop("seed", 0), settings.pop("stop", None) or ()
         check_seed(seed)
+        stop = [stop] if isinstance(stop, str) else stop
+        if not all(isinstance(each, str) for each in stop):
+            raise UserError(f"stop: got {stop!r}, takes a string or several")
         drawn = sampling(**self.sampling.model_dump() | settings)
         if isinstance(prompt, str):
             ids, ends = prompt_ids(self.tokenizer, prompt), self.tokenizer.end_token_ids
         else:
             ids, ends = self.turn_ids(prompt, follows=False), self.answer_ends
+        if not ids and self._engine is not None:
+            raise UserError(f"{name}: is empty")
         return Request(
             ids=ids,
             sampling=drawn,
             max_tokens=drawn.max_new_tokens,
             end_token_ids=ends,
             seed=(seed, row),
-            stop=tuple(filter(None, [stop] if isinstance(stop, str) else stop or ())),
+            stop=tuple(filter(None, stop)),
         )
 
     def _unmasked(self, request: Request) -> Iterator[Piece]:
@@ -278,15 +316,21 @@ class Model:
         yield from pieces
 
 
-def _received(events: queue.SimpleQueue[Event]) -> Iterator[Piece]:
-    finish_reason = None
-    while finish_reason is None:
-        event = events.get()
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event, Piece):
-            yield event
-            finish_reason = event.finish_reason
+def _check_messages(messages: Messages) -> None:
+    if not messages or not all(isinstance(each, Mapping) for each in messages):
+        raise UserError('messages: takes a list of {"role": ..., "content": ...}')
+
+
+def _named(kind: str, texts: str | list[str]) -> dict[str, str]:
+    """Name each text for messages. Raises `UserError` if one is none."""
+    named = {kind: texts}
+    if not isinstance(texts, str):
+        rows = texts if isinstance(texts, Sequence) else [texts]
+        named = {f"{kind}s[{row}]": text for row, text in enumerate(rows)}
+    for name, text in named.items():
+        if not isinstance(text, str):
+            raise UserError(f"{name}: got {text!r}, takes a text")
+    return named  # type: ignore[return-value]
 
 
 def _template_of(
@@ -313,7 +357,8 @@ def _template_of(
 class Conversation:
     """Turns of a user and a model, in the form that conversations had in its training.
 
-    What was said is not read again: a turn costs the same however many came before.
+    What was said is not read again, unless others have filled the model's cache since: the cost of
+    a turn does not grow with the conversation. A reply that is not read to its end is forgotten.
     """
 
     def __init__(self, model: Model, seed: int = 0) -> None:
@@ -321,28 +366,35 @@ class Conversation:
 
         Raises `UserError` for a model of diffusion, `DataError` as `Model.answer_ends`.
         """
-        self._engine, self._ends = model.engine, model.answer_ends
-        self._model, self._seed, self._turns = model, seed, 0
+        check_seed(seed)
+        self._model, self._seed, self._ends = model, seed, model.answer_ends
+        _ = model.engine
+        self._messages, self._session = list[Message](), ""
 
     def reply(self, text: str) -> Iterator[str]:
         """Yield the model's answer to `text`, up to what closes it.
 
         Raises `DataError` in one line if the template refuses the conversation.
         """
-        model, before = self._model, self._turns
-        asked = [{"role": USER, "content": text}]
+        model, name = self._model, uuid.uuid4().hex
+        asked: list[Message] = [{"role": USER, "content": text}]
+        follows = model.known.has(self._session)
         request = Request(
-            ids=model.turn_ids(asked, follows=before > 0),
+            ids=model.turn_ids(asked if follows else [*self._messages, *asked], follows=follows),
             sampling=model.sampling,
             max_tokens=model.sampling.max_new_tokens,
             end_token_ids=self._ends,
-            seed=(self._seed, before),
-            session=f"{id(self)}-{before}" if before else None,
-            name=f"{id(self)}-{before + 1}",
+            seed=(self._seed, len(self._messages) // 2),
+            session=self._session if follows else None,
+            name=name,
         )
+        pieces = list[str]()
         try:
             for piece in model.answer(request):
+                pieces.append(piece.text)
+                if piece.finish_reason is not None:
+                    asked.append({"role": ASSISTANT, "content": "".join(pieces)})
+                    self._messages, self._session = [*self._messages, *asked], name
                 yield piece.text
         finally:
             request.is_cancelled = True
-        self._turns += 1

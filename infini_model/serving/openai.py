@@ -90,10 +90,7 @@ class Asked(BaseModel):
         given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         sampling = served.sampling.updated(**{k: v for k, v in given.items() if v is not None})
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
-        try:
-            prompts, ends = self.texts(served)
-        except UnicodeEncodeError as error:
-            raise UserError("the text has half of a character (a lone surrogate)") from error
+        prompts, ends = self.texts(served)
         count = self.n or 1
         if not 0 < len(prompts) * count <= MOST_CHOICES:
             asked = f"{len(prompts):,} prompts with {count} answers each"

@@ -2,8 +2,8 @@
 
 A model with a memory has no longest text: it reads all of it, segment by segment, in memory that
 does not grow. One without reads what any Llama of context `segment_length` reads in the harness:
-the last tokens before each scored one, and a long text in disjoint windows. No result depends on
-what is scored beside it.
+the last tokens before each scored one, and a long text in disjoint windows. Up to rounding, no
+result depends on what is scored beside it.
 """
 
 from __future__ import annotations

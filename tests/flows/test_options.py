@@ -1,8 +1,10 @@
 """What a command line means: its options, and what is chosen for documents without a preset."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from flows import own_text
-from flows.cli import PARTS, app, main
+from flows.cli import PARTS, app
 from flows.options import UNDERSCORES, configured
 from flows.parameters import invoked
 from flows.presets import Invocation, configure
@@ -224,21 +226,17 @@ def test_the_help_lists_what_the_command_uses(command: str, listed: str) -> None
     assert "bool" not in told
 
 
-def test_the_help_lists_every_command_in_its_part_and_shells_complete_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_lists_every_command_in_its_part_and_shells_complete_them() -> None:
     told = CliRunner().invoke(app, ["--help"]).stdout.partition("Train:")[2]
     listed = re.findall(r"^  (\w+)  ", told, re.MULTILINE)
     assert listed == [name for names in PARTS.values() for name in names]
     commands = {each.name or each.callback.__name__ for each in app.registered_commands}
     assert set(listed) == commands
-    monkeypatch.setenv("_INFINI_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "infini export --for")
-    monkeypatch.setenv("COMP_CWORD", "2")
-    monkeypatch.setattr(sys, "argv", ["infini"])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert capsys.readouterr().out.split() == ["--format"]
+    typed = {"COMP_WORDS": "infini export --for", "COMP_CWORD": "2"}
+    env = {**os.environ, **typed, "_INFINI_COMPLETE": "complete_bash"}
+    program = Path(sys.executable).with_name("infini")
+    completed = subprocess.run([program], env=env, capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["--format"]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pyarrow as pa
 from infini_model.data.manifest import TokenizerSample
 from infini_model.data.sources.chat import PLAIN_TEMPLATE, ChatTemplate
 from infini_model.data.sources.text import string_buffers
-from infini_model.runtime.errors import ConfigError
+from infini_model.runtime.errors import ConfigError, UserError
 from infini_model.runtime.storage import content_key
 
 log = logging.getLogger(__name__)
@@ -195,8 +195,14 @@ def without_ends(ids: Any, bos_token_id: int | None, eos_token_id: int) -> np.nd
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, follows: bool = False) -> list[int]:
-    """The ids of a prompt, which follows a text or begins with the beginning-of-text token."""
-    ids: list[int] = tokenizer.encode_batch([prompt]).ids.tolist()
+    """Return the ids of a prompt, which follows a text or begins with the beginning-of-text token.
+
+    Raises `UserError` for a text that is not Unicode.
+    """
+    try:
+        ids: list[int] = tokenizer.encode_batch([prompt]).ids.tolist()
+    except UnicodeEncodeError as error:
+        raise UserError("the text has half of a character (a lone surrogate)") from error
     begin = None if follows else tokenizer.bos_token_id
     return ids if begin is None else [begin, *ids]
 

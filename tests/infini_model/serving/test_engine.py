@@ -218,9 +218,3 @@ def test_a_prompt_that_cannot_be_read_is_refused(prompt: bytes, message: str) ->
     model = InfiniLlama(tiny_config(vocab_size=200))
     with running(model) as engine, pytest.raises(UserError, match=f"^{message}"):
         Asked(engine, prompt)
-
-
-def test_a_model_of_diffusion_is_refused() -> None:
-    diffusion = InfiniLlama(tiny_config(bidirectional=True, mask_token_id=0))
-    with pytest.raises(UserError, match="answers need a causal model"), running(diffusion):
-        pass

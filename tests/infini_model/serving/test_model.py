@@ -127,31 +127,56 @@ def test_what_cannot_be_done_is_refused_in_one_line(tmp_path: Path) -> None:
     for settings, message in (
         ({"temperature": -1}, "temperature: got -1: "),
         ({"max_tokens": 3}, "max_tokens: unknown key"),
-        ({"seed": -1}, "seed: got -1, needs 0 or more"),
+        ({"seed": -1}, "seed: got -1, takes a whole number"),
+        ({"seed": 1.5}, "seed: got 1.5, takes a whole number"),
+        ({"stop": [5]}, r"stop: got \[5\], takes a string"),
     ):
         with pytest.raises(UserError, match=message):
             model.generate("a", **settings)
-    with pytest.raises(UserError, match="prompt: is empty"):
+    with pytest.raises(UserError, match=r"^prompts\[1\]: is empty"):
         model.generate(["a", ""])
-    with pytest.raises(UserError, match="text 1: is too short"):
+    with pytest.raises(UserError, match=r"^texts\[1\]: needs at least two tokens"):
         model.loss(["ab", "a"])
-    for source in ("no-such-run", tmp_path / "none"):
+    for wrong in (5, None, b"abc", [b"abc"], [{"role": "user", "content": "a"}]):
+        with pytest.raises(UserError, match=r"^prompt.*, takes a text$"):
+            model.generate(wrong)
+    for wrong in ([], "hello", ["hello"], {"role": "user"}):
+        with pytest.raises(UserError, match=r"^messages: takes a list of"):
+            model.chat(wrong)
+    with pytest.raises(UserError, match="half of a character"):
+        model.generate("\ud800")
+    for source in ("no-such-run", tmp_path / "none", "../none", "/none"):
         with pytest.raises(UserError, match=f"^{source}: there is no such run or folder$"):
             Model.load(source)
-    with pytest.raises(UserError, match=r"^launch.gpus: got 'mps'"):
+    with pytest.raises(UserError, match=r"^device: got 'mps'; takes auto, cpu"):
         Model.load(tmp_path, device="mps")
     with pytest.raises(UserError, match=r"^launch.gpus=all: no GPU on this machine$"):
         Model.load(smollm2(), device="cuda")
 
 
 def test_a_model_that_is_no_longer_used_is_freed_with_its_thread() -> None:
+    gc.collect()
+    before = threading.active_count()
     model = Model(model_that_writes_letters(), BYTES, sampling=GREEDY)
     model.generate("the stone")
-    before, llama = threading.active_count(), weakref.ref(model.llama)
+    llama = weakref.ref(model.llama)
+    assert threading.active_count() == before + 1
     del model
     gc.collect()
-    assert threading.active_count() == before - 1
+    assert threading.active_count() == before
     assert llama() is None
+
+
+def test_a_conversation_outlives_the_cache_and_a_reply_that_is_broken_off() -> None:
+    llama, form = model_that_writes_letters(), ChatTemplate(of_messages("<{role}>{content}"))
+    forgetful = Model(llama, BYTES, template=lambda: form, sampling=GREEDY, cache_gigabytes=0)
+    talk, text = Conversation(forgetful), ""
+    for said in ("one", "two", "three"):
+        next(talk.reply("this is forgotten"))
+        text += f"<user>{said}<assistant>"
+        answer = "".join(talk.reply(said))
+        assert answer == continued(llama, list(text.encode()))
+        text += answer
 
 
 def test_a_pretrained_llama_says_and_scores_what_it_does_in_transformers() -> None:

@@ -181,6 +181,7 @@ class CheckpointContext(EvalContext):
         checkpoint: Its folder.
         position: The training state of the checkpoint.
         planned_steps: Optimizer steps for which the run was planned.
+        record: What the run belongs to; None in a folder that no command has claimed.
         last_step: The step with which it ends, an earlier one after early stopping.
     """
 
@@ -196,8 +197,8 @@ class CheckpointContext(EvalContext):
             raise CheckpointError(f"{run_dir / 'checkpoints'}: no checkpoint found; train first")
         self.checkpoint, self.position = checkpoint, read_state(checkpoint)
         self.planned_steps = int(self.position.config["training"]["max_steps"])
-        recorded = read_run(run_dir).max_steps if is_started(run_dir) else None
-        self.last_step = recorded or self.planned_steps
+        self.record = read_run(run_dir) if is_started(run_dir) else None
+        self.last_step = (self.record and self.record.max_steps) or self.planned_steps
         needed = read_manifest(dataset_dir).tokenizer.vocab_size
         model = load_model(checkpoint / MODEL, config)
         if (entries := model.lm_head.out_features) < needed:

@@ -8,8 +8,6 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from infini_model.config import Config
 from infini_model.evaluation.context import CheckpointContext, EvalContext
 from infini_model.evaluation.pages import bullets, estimate, fenced, images, table, write_pages
@@ -20,27 +18,20 @@ from infini_model.model.llama import InfiniLlama
 from infini_model.model.memory import MEMORY_PARAMETERS
 from infini_model.runtime.errors import CheckpointError
 from infini_model.runtime.metrics_file import Line, read_metrics
-from infini_model.runtime.runs import (
-    REPORT,
-    REPORT_PAGE,
-    is_started,
-    read_run,
-    record_evaluation,
-)
+from infini_model.runtime.records import Record
+from infini_model.runtime.runs import REPORT, REPORT_PAGE, record_evaluation
 from infini_model.training.profiling import OPERATORS
 
 # Acceptable share of a step spent waiting for data.
 MAX_WAIT_SHARE = 0.01
 
 
-class EvaluationResult(BaseModel):
+class EvaluationResult(Record):
     """The result of an evaluation of the checkpoint of `step`; the run is to have `last_step`.
 
     The results of `tasks` stand by name, in the order of the report; `report` is Markdown, and
     `html` the same for a browser.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     last_step: int
@@ -216,6 +207,9 @@ def _model_section(context: CheckpointContext, lines: Sequence[Line]) -> str:
     dataset = f"`{manifest.name}`, key `{manifest.key[:16]}`, {manifest.tokens:,} tokens"
     if position.dataset_key != manifest.key:
         dataset += f" (trained on a different one, key `{position.dataset_key[:16]}`)"
+    record, branch = context.record, list[tuple[str, str]]()
+    if record is not None and record.parent is not None:
+        branch.append(("Branch of", f"`{record.parent}`, step {record.parent_step:,}"))
     rows = [
         ("Parameters", counts),
         (
@@ -228,19 +222,11 @@ def _model_section(context: CheckpointContext, lines: Sequence[Line]) -> str:
         ("Window", "" if sees_all else window),
         ("Memory", "none" if sees_all else memory),
         ("Dataset", dataset),
-        *_parent(context.run_dir),
+        *branch,
         *_epochs_of_sources(lines),
         ("Seed", str(position.seed)),
     ]
     return table(("", ""), rows).replace("---:", "---")
-
-
-def _parent(run_dir: Path) -> list[tuple[str, str]]:
-    """Make a row of the run and the step from which a branch began, if it is one."""
-    record = read_run(run_dir) if is_started(run_dir) else None
-    if record is None or record.parent is None:
-        return []
-    return [("Branch of", f"`{record.parent}`, step {record.parent_step:,}")]
 
 
 def _epochs_of_sources(lines: Sequence[Line]) -> list[tuple[str, str]]:

@@ -201,7 +201,9 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
     saved_step = None if start is None else start.step
     record: MetricsFile | None = None
     if world.is_main:
-        record_settings(run_dir, asked)
+        if not (settings := run_dir / "config.yaml").exists():  # as under the user's own torchrun
+            with atomic_file(settings) as temporary:
+                temporary.write_text(dump_config(asked), encoding="utf-8")
         if asked.training.max_steps is None:
             record_last_step(run_dir, config.training.total_steps)
         record = MetricsFile(run_dir, saved_step)
@@ -346,14 +348,6 @@ def machine_of(world: World) -> Machine:
         gpu_bytes=torch.cuda.mem_get_info(world.device)[1] if is_cuda else 0,
         main_bytes=available_memory(),
     )
-
-
-def record_settings(run_dir: Path, config: Config) -> None:
-    """Write the run's `config.yaml` if missing, as when training is started by torchrun."""
-    path = run_dir / "config.yaml"
-    if not path.exists():
-        with atomic_file(path) as temporary:
-            temporary.write_text(dump_config(config), encoding="utf-8")
 
 
 def _model_and_optimizer(

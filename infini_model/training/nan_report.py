@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from infini_model.model.hf.weights import save_tensors
-from infini_model.runtime.errors import DataError, NonFiniteError, UserError
+from infini_model.runtime.errors import DataError, UserError
 from infini_model.runtime.storage import atomic_file
 from infini_model.training.callbacks import Callback, Step
 from infini_model.training.parallel import local_shard
@@ -101,17 +101,6 @@ def _describe_tensor(name: str, tensor: Tensor, word: str) -> list[str]:
         f"    NaN count: {int(tensor.isnan().sum())}/{tensor.numel()}",
         f"    Infinity count: {int(tensor.isinf().sum())}/{tensor.numel()}",
     ]
-
-
-def non_finite_error(step: Step, *, reported: bool) -> NonFiniteError:
-    """The error that ends a training at `step`; `reported` says whether there is a report."""
-    message = (
-        f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; "
-        f"the step was not taken. {REMEDIES}"
-    )
-    if not reported:
-        message += "; set logging.debug=true to list the affected tensors"
-    return NonFiniteError(message)
 
 
 class NonFiniteReports(Callback):

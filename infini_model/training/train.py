@@ -59,7 +59,7 @@ from infini_model.training.metrics import (
     SystemMetrics,
     Utilization,
 )
-from infini_model.training.nan_report import REMEDIES, NonFiniteReports, non_finite_error
+from infini_model.training.nan_report import REMEDIES, NonFiniteReports
 from infini_model.training.optimizer import set_learning_rate
 from infini_model.training.parallel import TrainModule, full_tensor
 from infini_model.training.profiling import Profiler
@@ -271,7 +271,11 @@ class Trainer:
         if not step.is_finite:
             self.scaler.restore(launched.scaler)
             self._callbacks.call(Callback.on_non_finite, step)
-            raise non_finite_error(step, reported=self.config.logging.debug)
+            more = "; set logging.debug=true to list the affected tensors"
+            raise NonFiniteError(
+                f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; the step "
+                f"was not taken. {REMEDIES}{'' if self.config.logging.debug else more}"
+            )
         if step.overflowed:
             log.warning("step %d: skipping the update: gradients overflowed in fp16", step.number)
         self._callbacks.finish_step(step)

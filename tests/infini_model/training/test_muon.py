@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from infini_model.config import TrainingConfig
-from infini_model.training.muon import orthogonalize
-from infini_model.training.optimizer import make_optimizer
+from infini_model.training.optimizer import make_optimizer, orthogonalize
 
 CONFIG = TrainingConfig(optimizer="muon", learning_rate=1e-2, weight_decay=0.1)
 TAKEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

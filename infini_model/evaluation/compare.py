@@ -197,7 +197,9 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
             notes.append(f"{run_dir.name}: cannot be read ({error})")
     if not runs:
         raise UserError("; ".join(notes) or "there are no runs to compare")
-    differing = _differing(runs)
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    columns = {key: [run.settings.get(key) for run in runs] for key in keys}
+    differing = {key: values for key, values in columns.items() if len(set(values)) > 1}
     groups = _groups(runs, differing)
     first = next((run for run in runs if run.loss is not None), None)
     control = next((group for group in groups if first in group.runs), Group("", []))
@@ -216,12 +218,6 @@ def compare(run_dirs: Iterable[Path], failures: Iterable[str] = ()) -> Compariso
         if by_seed:
             differences.append(Difference(group, control, by_seed, metric))
     return Comparison(runs, differing, differences, notes)
-
-
-def _differing(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    columns = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: values for key, values in columns.items() if len(set(values)) > 1}
 
 
 def _groups(runs: Sequence[ComparedRun], differing: Mapping[str, list[str | None]]) -> list[Group]:

@@ -26,6 +26,10 @@ CPU = torch.device("cpu")
 MOST_STATES = 10_000
 
 
+class SessionLostError(UserError):
+    """The text of a session is not, or no longer, known."""
+
+
 @dataclass(frozen=True)
 class Text:
     """A text, known by a hash of its tokens."""
@@ -83,19 +87,14 @@ class KnownTexts:
         while len(self._names) > MOST_STATES:
             self._names.popitem(last=False)
 
-    def has(self, name: str) -> bool:
-        """Return whether the text of this name is known."""
-        text, _ = self._names.get(name, (Text(), ()))
-        return text.hashed.digest() in self._states
-
     def named(self, name: str) -> Known:
-        """Return the text of this name. Raises `UserError` if it is not, or no longer, known."""
+        """Return the text of this name. Raises `SessionLostError` if it is not known any more."""
         text, unread = self._names.get(name, (Text(), ()))
         known = self._find(text)
         if name in self._names:
             self._names.move_to_end(name)
         if known is None:
-            raise UserError(
+            raise SessionLostError(
                 f"session: {name!r} is not the id of a response of this server, or others have "
                 "been used since; send the whole text"
             )

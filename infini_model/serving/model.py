@@ -37,7 +37,7 @@ from infini_model.runtime.runs import (
 )
 from infini_model.runtime.stored_runs import refresh_runs
 from infini_model.serving.engine import Engine
-from infini_model.serving.known_texts import KnownTexts
+from infini_model.serving.known_texts import KnownTexts, SessionLostError
 from infini_model.serving.requests import Answer, Event, Piece, Request
 from infini_model.serving.scoring import score
 from infini_model.training.export import load_model
@@ -79,7 +79,6 @@ class Model:
         llama: The network.
         name: That of its run or folder.
         sampling: How tokens are drawn, unless a call says otherwise.
-        known: What has been read.
     """
 
     def __init__(
@@ -96,10 +95,10 @@ class Model:
         self.llama, self.tokenizer, self.name = llama, tokenizer, name
         self.sampling = sampling or SampleConfig()
         self._make_template = template or tokenizer.chat
-        self.known = KnownTexts(int(cache_gigabytes * GIGABYTE))
         self._engine: Engine | None = None
         if not llama.config.bidirectional:
-            self._engine = Engine(llama, tokenizer, self.known)
+            known = KnownTexts(int(cache_gigabytes * GIGABYTE))
+            self._engine = Engine(llama, tokenizer, known)
             weakref.finalize(self, self._engine.close)
 
     @classmethod
@@ -376,9 +375,18 @@ class Conversation:
 
         Raises `DataError` in one line if the template refuses the conversation.
         """
-        model, name = self._model, uuid.uuid4().hex
         asked: list[Message] = [{"role": USER, "content": text}]
-        follows = model.known.has(self._session)
+        try:
+            yield from self._answer(asked, follows=bool(self._messages))
+        except SessionLostError:
+            yield from self._answer(asked, follows=False)
+
+    def _answer(self, asked: list[Message], *, follows: bool) -> Iterator[str]:
+        """Answer after the last answer, if `follows`, or else after a text with all messages.
+
+        Raises `SessionLostError` before the first piece.
+        """
+        model, name = self._model, uuid.uuid4().hex
         request = Request(
             ids=model.turn_ids(asked if follows else [*self._messages, *asked], follows=follows),
             sampling=model.sampling,
@@ -393,8 +401,8 @@ class Conversation:
             for piece in model.answer(request):
                 pieces.append(piece.text)
                 if piece.finish_reason is not None:
-                    asked.append({"role": ASSISTANT, "content": "".join(pieces)})
-                    self._messages, self._session = [*self._messages, *asked], name
+                    said = {"role": ASSISTANT, "content": "".join(pieces)}
+                    self._messages, self._session = [*self._messages, *asked, said], name
                 yield piece.text
         finally:
             request.is_cancelled = True

@@ -21,6 +21,8 @@ from infini_model.model.generate import PREFILL_TOKENS, generate
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.unmask import unmask
 from infini_model.runtime.errors import UserError
+from infini_model.serving.known_texts import KnownTexts
+from infini_model.serving.requests import Request
 
 BEGINS = ByteTokenizer()
 BEGINS.bos_token_id = 0
@@ -165,6 +167,35 @@ def test_a_model_that_is_no_longer_used_is_freed_with_its_thread() -> None:
     gc.collect()
     assert threading.active_count() == before
     assert llama() is None
+
+
+def test_a_turn_follows_the_last_answer_however_late_that_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form = ChatTemplate(of_messages("<{role}>{content}"))
+    model = Model(model_that_writes_letters(), BYTES, template=lambda: form, sampling=GREEDY)
+    keep, submit = KnownTexts.keep, model.engine.submit
+    requests, is_asked_again = list[Request](), threading.Event()
+
+    def keep_late(self: KnownTexts, text, state, name=None, unread=()) -> None:
+        if name is not None:
+            is_asked_again.wait()
+        keep(self, text, state, name, unread)
+
+    def submit_and_continue(request: Request) -> None:
+        requests.append(request)
+        submit(request)
+        if len(requests) == 2:
+            is_asked_again.set()
+
+    monkeypatch.setattr(KnownTexts, "keep", keep_late)
+    monkeypatch.setattr(model.engine, "submit", submit_and_continue)
+    talk = Conversation(model)
+    assert "".join(talk.reply("one"))
+    assert "".join(talk.reply("two"))
+    first, second = requests
+    assert second.session == first.name
+    assert first.name is not None
 
 
 def test_a_conversation_outlives_the_cache_and_a_reply_that_is_broken_off() -> None:

@@ -188,7 +188,8 @@ def runs(
     """List all runs: step, state and losses."""
     from flows import runs
 
-    (runs.print_runs if as_json else runs.show_runs)(_places(output_dir).run)
+    show = runs.show_runs_as_json if as_json else runs.show_runs
+    show(_places(output_dir).run)
 
 
 @app.command()
@@ -545,7 +546,7 @@ def settings(
 
     if json_schema:
         if prefix:
-            raise UserError("--json-schema: is that of all settings, and takes no PREFIX")
+            raise UserError("--json-schema: takes no PREFIX; the schema is of all settings")
         typer.echo(json.dumps(Config.model_json_schema(), ensure_ascii=False))
         return
     try:

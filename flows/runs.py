@@ -86,7 +86,7 @@ def named_runs(asked: Invocation) -> list[Path]:
     return found
 
 
-def print_runs(places: RunConfig) -> None:
+def show_runs_as_json(places: RunConfig) -> None:
     """Print the runs as a JSON array of objects, with times as in ISO 8601."""
     refresh_runs(places.runs_dir, places.store)
     found = [

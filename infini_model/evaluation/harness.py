@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         return self.score([(context, ids) for _, context, ids in requests])
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Score each continuation after its context, which may be empty, as `serving.scoring`."""
+        """Score each continuation after its context, which may be empty, as `score` does."""
         begun = [(context or [self.eot_token_id], continuation) for context, continuation in pairs]
         return score(self._model, begun, self._batch_size, self._on_batch)
 

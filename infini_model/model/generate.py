@@ -33,7 +33,7 @@ def sampling(**settings: Any) -> SampleConfig:
 def check_seed(seed: int) -> None:
     """Raise `UserError` if the seed is not a whole number, or negative."""
     if not isinstance(seed, int | np.integer) or seed < 0:
-        raise UserError(f"seed: got {seed!r}, takes a whole number from 0 on")
+        raise UserError(f"seed: got {seed!r}; takes a whole number, 0 or more")
 
 
 def draw(settings: SampleConfig, logits: Tensor, drawn: Tensor) -> Tensor:

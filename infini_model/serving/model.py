@@ -114,7 +114,7 @@ class Model:
                 `cuda:N`.
             precision: As `training.precision`.
 
-        Raises `UserError` in one line: of what is missing, damaged or not supported.
+        Raises a one-line `UserError` if something is missing, damaged or not supported.
         """
         if not DEVICE.fullmatch(device := str(device)):
             raise UserError(f"device: got {device!r}; takes auto, cpu, cuda or cuda:N")
@@ -251,14 +251,17 @@ class Model:
     def turn_ids(self, messages: Messages, *, follows: bool) -> list[int]:
         """Return the ids of messages up to the answer; they begin or follow a conversation.
 
-        Raises `UserError` if they are none, or the template refuses them.
+        Raises `UserError` if there are none, or the template refuses them.
         """
         _check_messages(messages)
         render = self.template.next_turn if follows else self.template.render
         return prompt_ids(self.tokenizer, render(messages), follows=follows)
 
     def answer(self, request: Request) -> Iterator[Piece]:
-        """Submit a request and iterate over the pieces of its answer; its `emit` is replaced."""
+        """Submit a request and return the pieces of its answer as they come.
+
+        The `emit` of the request is replaced.
+        """
         if self.llama.config.bidirectional:
             return self._unmasked(request)
         events = queue.SimpleQueue[Event]()
@@ -282,7 +285,7 @@ class Model:
         check_seed(seed)
         stop = [stop] if isinstance(stop, str) else stop
         if not all(isinstance(each, str) for each in stop):
-            raise UserError(f"stop: got {stop!r}, takes a string or several")
+            raise UserError(f"stop: got {stop!r}; takes a string or several")
         drawn = sampling(**self.sampling.model_dump() | settings)
         if isinstance(prompt, str):
             ids, ends = prompt_ids(self.tokenizer, prompt), self.tokenizer.end_token_ids
@@ -321,14 +324,14 @@ def _check_messages(messages: Messages) -> None:
 
 
 def _named(kind: str, texts: str | list[str]) -> dict[str, str]:
-    """Name each text for messages. Raises `UserError` if one is none."""
+    """Name each text for error messages. Raises `UserError` if one is not a text."""
     named = {kind: texts}
     if not isinstance(texts, str):
         rows = texts if isinstance(texts, Sequence) else [texts]
         named = {f"{kind}s[{row}]": text for row, text in enumerate(rows)}
     for name, text in named.items():
         if not isinstance(text, str):
-            raise UserError(f"{name}: got {text!r}, takes a text")
+            raise UserError(f"{name}: got {text!r}; takes a text")
     return named  # type: ignore[return-value]
 
 

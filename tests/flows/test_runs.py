@@ -249,7 +249,7 @@ def test_the_runs_as_json_have_what_the_table_shows(
 ) -> None:
     config = configure(["debug"], overrides=[f"run.output_dir={output}", "run.name=first"])
     with claim_run(config, "k1", Path("data"), owner=Owner("1")) as run_dir:
-        runs.print_runs(config.run)
+        runs.show_runs_as_json(config.run)
     (run,) = json.loads(capsys.readouterr().out)
     assert (run["name"], run["state"], run["step"]) == ("first", "running", 0)
     assert Path(run["run_dir"]) == run_dir

@@ -129,9 +129,9 @@ def test_what_cannot_be_done_is_refused_in_one_line(tmp_path: Path) -> None:
     for settings, message in (
         ({"temperature": -1}, "temperature: got -1: "),
         ({"max_tokens": 3}, "max_tokens: unknown key"),
-        ({"seed": -1}, "seed: got -1, takes a whole number"),
-        ({"seed": 1.5}, "seed: got 1.5, takes a whole number"),
-        ({"stop": [5]}, r"stop: got \[5\], takes a string"),
+        ({"seed": -1}, "seed: got -1; takes a whole number"),
+        ({"seed": 1.5}, "seed: got 1.5; takes a whole number"),
+        ({"stop": [5]}, r"stop: got \[5\]; takes a string"),
     ):
         with pytest.raises(UserError, match=message):
             model.generate("a", **settings)
@@ -140,7 +140,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^texts\[1\]: needs at least two tokens"):
         model.loss(["ab", "a"])
     for wrong in (5, None, b"abc", [b"abc"], [{"role": "user", "content": "a"}]):
-        with pytest.raises(UserError, match=r"^prompt.*, takes a text$"):
+        with pytest.raises(UserError, match=r"^prompt.*; takes a text$"):
             model.generate(wrong)
     for wrong in ([], "hello", ["hello"], {"role": "user"}):
         with pytest.raises(UserError, match=r"^messages: takes a list of"):

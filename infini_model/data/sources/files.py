@@ -181,10 +181,10 @@ def open_source(file: SourceFile, whole: bool = True) -> Iterator[pa.NativeFile]
             yield opened
     else:
         with pa.OSFile(file.address, "rb") as opened:
-            _check_version(file, os.fstat(opened.fileno()))
-            yield opened
-            # Not of `opened`, which a decompressing reader has closed.
+            # Not of `opened`: a decompressing reader closes it, and pyarrow < 25 has no fileno.
             _check_version(file, os.stat(file.address))  # noqa: PTH116 -- half the time of a Path
+            yield opened
+            _check_version(file, os.stat(file.address))  # noqa: PTH116
 
 
 def _fetch(address: str) -> str:

@@ -32,10 +32,12 @@ EMPTY_MASS = 1e-18
 def feature_map(x: Tensor) -> Tensor:
     """σ = ELU + 1, in the memory's dtype.
 
-    Computed as relu(x) + exp(min(x, 0)): `elu(x) + 1` cancels where exp(x) is small.
+    Computed as relu(x) + exp(min(x, 0)): `elu(x) + 1` cancels where exp(x) is small. The slope of
+    x − relu(x) at 0 is 1; that of `clamp` is 1 in PyTorch 2.13 and 0 in 2.15.
     """
     x = x.to(memory_dtype(x.dtype))
-    return functional.relu(x) + x.clamp(max=0).exp()
+    positive = functional.relu(x)
+    return positive + (x - positive).exp()
 
 
 class Linear(Rule):

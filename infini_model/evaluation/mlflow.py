@@ -25,6 +25,7 @@ from infini_model.runtime.storage import MANIFEST, is_locked, sha256
 from infini_model.training.checkpoint import read_state
 from infini_model.training.mlflow_record import DIGEST_LENGTH, MlflowExporter, error_summary
 from infini_model.training.profiling import FOLDER, profile_files
+from infini_model.training.trackers import is_installed
 
 ALIAS = "best"
 # Tag of a logged model: the hash of its checkpoint's manifest.
@@ -45,9 +46,9 @@ def log_evaluation(
     The run becomes FINISHED if its last step was evaluated. An interrupted run keeps its status, or
     becomes KILLED if it was killed before it could report.
 
-    Warns if MLflow is unavailable; does nothing if it is turned off.
+    Warns if MLflow is unavailable; does nothing if it is turned off or not installed.
     """
-    if not config.tracking.mlflow:
+    if not (config.tracking.mlflow and is_installed("mlflow")):
         return
     try:
         from mlflow.entities import Metric

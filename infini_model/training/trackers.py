@@ -137,9 +137,17 @@ def trackers_of(run_dir: Path, config: Config) -> list[Tracker]:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"tracking.{name}: needs a package: pip install {name} -c requirements.lock"
+                f"tracking.{name}: needs a package: pip install 'infini-model[{name}]'"
             )
     return [Tracker(name, run_dir, config) for name in names]
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a tracker that is on by default is installed; log if it is not."""
+    if importlib.util.find_spec(name) is not None:
+        return True
+    log.info("%s is not installed: metrics.jsonl and the report have all that it would show", name)
+    return False
 
 
 def send_evaluation(trackers: Sequence[Tracker], step: int, scores: Mapping[str, float]) -> None:

@@ -19,7 +19,7 @@ from infini_model.runtime.metrics_file import Line, metrics_of, whole_lines
 from infini_model.runtime.storage import content_key
 from infini_model.training.callbacks import Callback, Status
 from infini_model.training.mlflow_record import MlflowExporter, error_summary
-from infini_model.training.trackers import trackers_of
+from infini_model.training.trackers import is_installed, trackers_of
 
 POLL_SECONDS = 0.5
 # Retries of a failing exporter back off exponentially up to this delay.
@@ -133,12 +133,12 @@ class Exporters(Callback):
     def __init__(self, run_dir: Path, config: Config, dataset: Mapping[str, str]) -> None:
         """`dataset` holds the dataset's `name`, `key` and `path`."""
         exporters: list[Exporter] = []
-        if config.tracking.tensorboard:
+        if config.tracking.tensorboard and is_installed("tensorboard"):
             base = config.logging.tensorboard_dir
             folder = base / run_dir.name if base else run_dir / "logs" / "tensorboard"
             own = content_key([str(run_dir.resolve())])[:16]
             exporters.append(TensorBoardExporter(folder, own))
-        if config.tracking.mlflow:
+        if config.tracking.mlflow and is_installed("mlflow"):
             exporters.append(MlflowExporter(run_dir, config, dataset))
         exporters += trackers_of(run_dir, config)
         self._followers = [Follower(run_dir, exporter) for exporter in exporters]

@@ -32,11 +32,11 @@ install: $(STAMP)
 
 # The stamp is made last, so that an interrupted installation is gone through again. Python compiles a
 # module when it first imports it; all of them at once would take as long as all the rest.
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml infini_model/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "$(PYTHON) is Python %d.%d; Python 3.11 to 3.13 is needed (make PYTHON=python3.11 ...)" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable infini_model --editable .
 	@touch $@
 
 run: install
@@ -84,9 +84,10 @@ pictures: install packages
 	PYTHONPATH=.:tests $(BIN)/python tests/browser/screenshots.py
 	$(BIN)/python -m benchmarks.memory_gain --show --times 4 --plot docs/images/memory.png
 
-# Write requirements.lock anew from an environment that satisfies the requirements files.
+# Write requirements.lock anew from an environment that has both distributions, their extras and the tools.
 lock:
-	$(BIN)/python -m pip install --quiet --upgrade -r requirements.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --upgrade --editable infini_model \
+	  --editable '.[api,eval,hf,ray,screen,trackio,wandb]' -r requirements-dev.txt
 	{ echo "# The exact set that the tests ran with; made by 'make lock'."; \
 	  $(BIN)/python -m pip freeze --exclude-editable --exclude triton | sed 's/^\(torch==[0-9.]*\)+.*/\1/'; } > requirements.lock.new
 	mv requirements.lock.new requirements.lock

@@ -108,7 +108,7 @@ def _flash_attn(capability: tuple[int, int]) -> Finding:
     if package is not None:
         return Finding(package, importlib.metadata.version(package))
     if 9 <= capability[0] <= 11:
-        return Finding("flash-attn-4", "not installed", "pip install --editable '.[flash-attn-4]'")
+        return Finding("flash-attn-4", "not installed", "pip install 'infini-model[flash-attn-4]'")
     version = ".".join(map(str, capability))
     return Finding("flash-attn", f"none for compute capability {version}; PyTorch's own is used")
 

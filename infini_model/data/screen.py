@@ -104,8 +104,8 @@ def _check(screen: ScreenConfig) -> None:
         load_word_tokenizer(screen.language)
         _filters(screen)
     except ImportError as error:
-        install, reason = "pip install -c requirements.lock -e '.[screen]'", brief(error)
-        message = f"data.source.screen: needs datatrove and spaCy: {install} ({reason})"
+        needs = "needs datatrove and spaCy: pip install 'infini-model[screen]'"
+        message = f"data.source.screen: {needs} ({brief(error)})"
         raise DataError(message) from error
     except (TypeError, ValueError) as error:
         raise DataError(f"data.source.screen: {brief(error)}") from error

@@ -50,8 +50,7 @@ def connect(asked: str, section: Literal["data", "launch"]) -> Iterator[str]:
         from ray.exceptions import AuthenticationError
     except ImportError as error:
         raise ConfigError(
-            f"{CHOICES[section]}: ray is not installed: pip install -c requirements.lock -r "
-            f"requirements-ray.txt ({error})"
+            f"{CHOICES[section]}: ray is not installed: pip install 'infini-model[ray]' ({error})"
         ) from error
     address = os.environ.get(ADDRESS_VARIABLE, AUTO) if asked == AUTO else asked
     where = f"{section}.ray_address: {address}"

@@ -199,8 +199,8 @@ def here(script: str, folder: Path) -> str:
 
 
 def test_the_cluster_of_a_rayjob_has_the_version_of_the_lock_a_token_and_no_other_port() -> None:
-    requirements = (DEPLOYMENTS.parent / "requirements-ray.txt").read_text(encoding="utf-8")
-    assert f"ray=={RAY['rayVersion']}" in requirements.splitlines()
+    locked = (DEPLOYMENTS.parent / "requirements.lock").read_text(encoding="utf-8")
+    assert f"ray=={RAY['rayVersion']}" in locked.splitlines()
     assert RAY["authOptions"] == {"mode": "token"}
     assert plain(RAY_HEAD)["RAY_USAGE_STATS_ENABLED"] == "0"
     # Other than these the head's service would have all ports, that of Ray's client too.

@@ -57,7 +57,7 @@ def test_a_driver_that_does_not_suit_torch_is_told(
 def test_what_a_gpu_needs_is_advised(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     found = remedies(config)
     assert found["GPU 0"] == ""
-    assert found["flash-attn-4"] == "pip install --editable '.[flash-attn-4]'"
+    assert found["flash-attn-4"] == "pip install 'infini-model[flash-attn-4]'"
     monkeypatch.setattr(doctor, "list_gpus", lambda: [replace(H200, capability=(8, 0))])
     assert remedies(config)["flash-attn"] == ""
 

@@ -34,7 +34,7 @@ try:
     from lm_eval.utils import make_table
 except ImportError as error:
     raise UserError(
-        "evaluation.tasks: lm_eval needs a package: pip install lm-eval -c requirements.lock"
+        "evaluation.tasks: lm_eval needs a package: pip install 'infini-model[eval]'"
     ) from error
 
 KEY = "evaluation.lm_eval"

@@ -41,7 +41,9 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype, head
         got = "launch.attention_backend: got 'flash', but"
         if any(map(installed_version, _FLASH_ATTN)):
             raise ConfigError(f"{got} what is installed does not support this GPU and head_dim")
-        raise ConfigError(f"{got} flash-attn is not installed: pip install '.[flash-attn]'")
+        raise ConfigError(
+            f"{got} flash-attn is not installed: pip install 'infini-model[flash-attn]'"
+        )
     return package or "sdpa"
 
 

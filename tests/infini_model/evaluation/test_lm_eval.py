@@ -392,7 +392,7 @@ def test_mistakes_are_one_line(made, monkeypatch):
     for name in [each for each in sys.modules if "lm_eval" in each]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    fails(UserError, "lm_eval needs a package: pip install lm-eval", "choice")
+    fails(UserError, "lm_eval needs a package: pip install 'infini-model", "choice")
 
 
 HARNESS = Path(lm_eval.__file__).parent / "tasks"

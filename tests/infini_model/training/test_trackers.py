@@ -199,5 +199,5 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert not trackers_of(tmp_path, make_config())
-    with pytest.raises(ConfigError, match=r"tracking\.trackio: .*pip install trackio"):
+    with pytest.raises(ConfigError, match=r"tracking\.trackio: .*pip install 'infini-model"):
         trackers_of(tmp_path, make_config(tracking={"trackio": True}))

@@ -273,33 +273,73 @@ def logs(
 
 @app.command()
 def export(
-    to: Annotated[
-        str, typer.Option("--to", metavar="FOLDER", help="Folder to write; an export is replaced.")
-    ],
     run: RunOrNewest = None,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Folder (or GGUF file) to write; an export is replaced."),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            help="Repository on the Hugging Face Hub; its model card is made from the report.",
+        ),
+    ] = None,
+    license_id: Annotated[
+        str | None,
+        typer.Option(
+            "--license", metavar="ID", help="Licence of a pushed model, such as apache-2.0."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create the repository as a private one.")
+    ] = False,
     merge: Annotated[
         bool,
         typer.Option("--merge", help="Merge the adapters of a LoRA run into its initial weights."),
     ] = False,
     file_format: Annotated[
-        Literal["huggingface", "remote-code"],
+        Literal["huggingface", "remote-code", "gguf"],
         typer.Option(
             "--format",
-            help="huggingface, which transformers opens after import infini_model.hf, or "
-            "remote-code, which it opens without this package.",
+            help="huggingface, which transformers opens after import infini_model.hf; remote-code, "
+            "which it opens without this package; or gguf, for llama.cpp, if there is no memory.",
         ),
     ] = "huggingface",
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of llama.cpp's sources, whose converter writes GGUF.",
+            parser=expanded,
+            metavar="PATH",
+            envvar="LLAMA_CPP",
+            show_envvar=False,
+        ),
+    ] = None,
     output_dir: OutputDir = None,
 ) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face folder.
+    """Write the newest checkpoint of a run as a Hugging Face folder, or push it to the hub.
 
     The tokenizer goes with it.
     """
-    from flows.runs import export_run
+    if (to is None) == (push is None):
+        raise UserError("give either --to or --push")
+    if push is None and (private or license_id):
+        raise UserError("--license and --private: are of --push")
+    if push is not None and license_id is None:
+        if not sys.stdin.isatty():
+            raise UserError("--push: needs a --license, such as apache-2.0")
+        license_id = typer.prompt("Licence of the model, such as apache-2.0")
+    from flows import export as exporting
 
-    with_code = file_format == "remote-code"
-    for line in export_run(_places(output_dir).run, run, to, merge=merge, with_code=with_code):
-        typer.echo(line)
+    places, form = _places(output_dir).run, exporting.Form(file_format, merge, llama_cpp)
+    if push is None:
+        lines = exporting.export_run(places, run, to or "", form)
+    else:
+        lines = exporting.push_run(
+            places, run, push, form, license_id=license_id or "", private=private
+        )
+    typer.echo("\n".join(lines))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Commands on existing runs, however they were started: list, resume, cancel, print logs, export.
+"""Commands on existing runs, however they were started: list, resume, cancel, print logs.
 
 They read the run folder and its lock, so that none of them needs a server. What a store has of runs
 on other machines they bring here first.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
 from collections import defaultdict
@@ -23,19 +22,17 @@ from flows.presets import Invocation
 from flows.serving.connection import use_server
 from flows.sweep import runs_of
 from infini_model.config import load_config, merge, merge_typed, parse_override
-from infini_model.config.locations import expanded, is_url
+from infini_model.config.locations import expanded
 from infini_model.config.tree import RunConfig
 from infini_model.runtime.branches import branch_config
 from infini_model.runtime.claims import check_branch, resume_config
-from infini_model.runtime.errors import CheckpointError, StageError, UserError
+from infini_model.runtime.errors import StageError, UserError
 from infini_model.runtime.holders import Holder
 from infini_model.runtime.owner import LOOK_SECONDS
 from infini_model.runtime.processes import wait_until
 from infini_model.runtime.runs import (
-    CHECKPOINTS,
     dataset_here,
     is_finished,
-    newest_checkpoint,
     run_holder,
 )
 from infini_model.runtime.stored_runs import (
@@ -283,40 +280,7 @@ def print_logs(run_dir: Path, store: str | None = None, *, follow: bool) -> None
         raise UserError(f"{run_dir / 'logs'}: there are no logs yet")
 
 
-def export_run(
-    places: RunConfig, name: str | None, target: str, *, merge: bool, with_code: bool
-) -> list[str]:
-    """Write the newest checkpoint of a run to the folder `target`; returns what to say about it.
-
-    `merge` and `with_code` are those of `export_model`.
-
-    Raises `UserError` in one line if there is no such run, no checkpoint or no dataset, or if the
-    folder holds other files.
-    """
-    # Imported here, as they import torch, which takes seconds.
-    from infini_model.data.tokenizers.load import load_dataset_tokenizer
-    from infini_model.training.checkpoint import read_state
-    from infini_model.training.export import CODE, check_target, export_model
-
-    if is_url(target):
-        raise UserError(f"--to: got {target!r}: takes a folder of this machine")
-    folder = expanded(target).resolve()
-    check_target(folder)
-    run_dir = find_run_folder(places, name)
-    refresh_run(run_dir, places.store, checkpoint=True)
-    checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir / CHECKPOINTS}: no checkpoint found; train first")
-    step = read_state(checkpoint).step
-    tokenizer = load_dataset_tokenizer(_dataset_of(run_dir, places))
-    export_model(checkpoint, folder, tokenizer, merge=merge, with_code=with_code)
-    use = f'infini generate --checkpoint {shlex.quote(str(folder))} --prompt "Once upon a time"'
-    if (folder / CODE).is_file():
-        use = "transformers opens it once it may run the code in it: docs/evaluate.md"
-    return [f"Exported step {step} of {run_dir.name} to {folder}", use]
-
-
-def _dataset_of(run_dir: Path, places: RunConfig) -> Path:
+def dataset_of(run_dir: Path, places: RunConfig) -> Path:
     """The folder of a run's dataset, with its manifest and tokenizer and perhaps no shards."""
     from infini_model.data.lookup import finished_dataset
 

@@ -1,5 +1,6 @@
 """A Hugging Face hub on this machine: repositories of files, and what was asked of it."""
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -11,6 +12,12 @@ from pathlib import PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_secret"
+UPLOADS = (
+    r"/api/(?P<create>repos/create)|/api/(?P<card>validate-yaml)|/storage/(?P<object>\w+)"
+    r"|/api/models/(?P<preupload>[^/]+/[^/]+)/preupload/main"
+    r"|/api/models/(?P<commit>[^/]+/[^/]+)/commit/main"
+    r"|/(?P<batch>[^/]+/[^/]+)\.git/info/lfs/objects/batch"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Repository:
         return git_id("".join(f"{p} {git_id(data)}" for p, data in self.files.items()).encode())
 
     def is_lfs(self, path):
-        return path.endswith((".parquet", ".gz", ".zip", ".safetensors"))
+        return path.endswith((".parquet", ".gz", ".gguf", ".png", ".zip", ".safetensors"))
 
     def entry(self, path):
         data = self.files[path]
@@ -96,6 +103,7 @@ class LocalHub(ThreadingHTTPServer):
         self.encoding: str | None = None
         self.held: bytes | None = None
         self.released = threading.Event()
+        self.uploaded: dict[str, bytes] = {}
 
     def handle_error(self, request, client_address):
         pass
@@ -118,9 +126,16 @@ class Handler(BaseHTTPRequestHandler):
     server: LocalHub
 
     def do_GET(self):
-        self.form = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        self.body = self.read_body()
         url = urlsplit(self.path)
         path = unquote(url.path)
+        upload = re.fullmatch(UPLOADS, path)
+        if upload is not None and self.command in ("POST", "PUT"):
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}" and "storage" not in path:
+                self.answer(401, json.dumps({"error": "Invalid credentials"}).encode())
+            else:
+                getattr(self, f"take_{upload.lastgroup}")(upload[upload.lastgroup])
+            return
         name = re.match(r"/(?:api/)?(?:datasets/|models/)?([^/]+/[^/]+)(?:/(.*))?$", path)
         if path.startswith("/storage/"):
             self.stored(path.rpartition("/")[2])
@@ -137,7 +152,74 @@ class Handler(BaseHTTPRequestHandler):
                     return
             getattr(self, action.replace("-", "_") or "revision")(rest, parse_qs(url.query))
 
-    do_HEAD = do_POST = do_GET  # noqa: N815
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def read_body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def take_create(self, _):
+        asked = json.loads(self.body)
+        name = f"{asked['organization']}/{asked['name']}"
+        created = {"url": f"{self.server.address}/{name}", "name": name}
+        if name in self.server.repositories:
+            self.answer(409, json.dumps(created).encode())
+        else:
+            self.server.repositories[name] = Repository({".gitattributes": b""})
+            self.give_json(created)
+
+    def take_card(self, _):
+        text = json.loads(self.body)["content"]
+        if re.search(r"^license: apache-2.0$", text, re.MULTILINE):
+            self.give_json({"errors": [], "warnings": []})
+        else:
+            errors = {"errors": [{"message": '"license" is unknown'}]}
+            self.answer(400, json.dumps(errors).encode())
+
+    def take_preupload(self, name):
+        repository = self.server.repositories[name]
+        modes = {True: "lfs", False: "regular"}
+        paths = [file["path"] for file in json.loads(self.body)["files"]]
+        files = [{"path": p, "uploadMode": modes[repository.is_lfs(p)]} for p in paths]
+        self.give_json({"files": [file | {"shouldIgnore": False} for file in files]})
+
+    def take_batch(self, _):
+        objects = json.loads(self.body)["objects"]
+        for each in objects:
+            if each["oid"] not in self.server.uploaded:
+                href = f"{self.server.storage}/{each['oid']}"
+                each["actions"] = {"upload": {"href": href}}
+        self.give_json({"objects": objects, "transfer": "basic"})
+
+    def take_object(self, oid):
+        if self.server.busy:
+            self.server.busy -= 1
+            self.answer(403, b"", {})
+            return
+        assert sha256(self.body) == oid
+        self.server.uploaded[oid] = self.body
+        self.answer(200, b"", {})
+
+    def take_commit(self, name):
+        repository = self.server.repositories[name]
+        files = dict(repository.files)
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.uploaded[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        repository.files = files
+        place = f"{self.server.address}/{name}/commit/{repository.commit}"
+        self.give_json({"commitUrl": place, "commitOid": repository.commit})
 
     def revision(self, _, query):
         self.give_json({"id": "team/data", "sha": self.repository.commit})
@@ -158,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
         self.give_json(entries)
 
     def paths_info(self, _, query):
-        paths = parse_qs(self.form)["paths"]
+        paths = parse_qs(self.body.decode())["paths"]
         files = [path for path in paths if path in self.repository.files]
         self.give_json([self.repository.entry(path) for path in files])
 
@@ -205,7 +287,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer(200, data, headers)
 
-    def answer(self, status, body, headers):
+    def answer(self, status, body, headers=None):
+        headers = headers or {}
         self.send_response(status)
         if self.server.encoding and self.command == "GET":
             headers = headers | {"Content-Encoding": self.server.encoding}

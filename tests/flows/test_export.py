@@ -214,7 +214,7 @@ def test_a_lora_run_is_exported_as_an_adapter_or_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("--to s3://bucket/a", "--to: got 's3://bucket/a': takes a folder of this machine"),
+        ("--to s3://bucket/a", "--to: got 's3://bucket/a': takes a path of this machine"),
         ("--to file", "file: is not a folder; pick another"),
         ("--to new", "latest: there is no such run; infini runs lists them"),
         ("empty --to new", "checkpoints: no checkpoint found; train first"),

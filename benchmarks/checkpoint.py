@@ -77,7 +77,18 @@ def ways(
     steps = itertools.count()
 
     def shards(_folder: Path) -> Callable[[], object]:
-        checkpointer.save(TrainerState(next(steps), 0, 0, world.size, "", {}, "fp32", 1))
+        checkpointer.save(
+            TrainerState(
+                step=next(steps),
+                windows_read=0,
+                seed=0,
+                world_size=world.size,
+                dataset_key="",
+                config={},
+                precision="fp32",
+                global_batch=1,
+            )
+        )
         return checkpointer.writer.wait
 
     def tensors() -> dict[str, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from infini_model.config import Config, PackingConfig, TrainingConfig
 from infini_model.data.loading.loader import Origin, make_phases, read_by_source
 from infini_model.data.loading.windows import Windows
@@ -50,12 +48,12 @@ def begin_state(
         last = [phase for phase in phases if phase.first <= parent.windows_read][-1]
         key = last.first_key + (parent.windows_read - last.first) * last.parts
         origin = Origin(parent.step, parent.windows_read, key, taken)
-    return replace(
-        parent,
-        windows_read=origin.windows_read,
-        seed=config.run.seed,
-        dataset_key=manifest.key,
-        precision=config.training.precision,
-        global_batch=None,
-        origin=origin,
-    )
+    begun = {
+        "windows_read": origin.windows_read,
+        "seed": config.run.seed,
+        "dataset_key": manifest.key,
+        "precision": config.training.precision,
+        "global_batch": None,
+        "origin": origin,
+    }
+    return parent.model_copy(update=begun)

@@ -14,19 +14,18 @@ disk. There is one copy and at most one checkpoint in progress: the next one wai
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from pydantic import TypeAdapter
+from pydantic import Field
 from torch import Tensor, nn
 
 from infini_model.config import ModelConfig
@@ -39,6 +38,7 @@ from infini_model.model.memory import file_name
 from infini_model.runtime.errors import CheckpointError, UserError
 from infini_model.runtime.machine import package_versions
 from infini_model.runtime.metrics_file import MetricsFile
+from infini_model.runtime.records import Record, read_record
 from infini_model.runtime.runs import MODEL, STATE, prune_checkpoints, step_key
 from infini_model.runtime.storage import MANIFEST, atomic_folder, dump_json, sha256
 from infini_model.training.distributed import World
@@ -52,8 +52,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainerState:
+class TrainerState(Record):
     """The state of a training besides its tensors, in `state.json`.
 
     Attributes:
@@ -63,6 +62,7 @@ class TrainerState:
         tokenizer: Fingerprint of the dataset's tokenizer.
         scaler: State of fp16's loss scale; None in other precisions.
         origin: The position in the data at which a branch began.
+        versions: Those of Python and of the packages that wrote the checkpoint.
     """
 
     step: int
@@ -76,21 +76,17 @@ class TrainerState:
     tokenizer: str = ""
     scaler: dict[str, Any] | None = None
     origin: Origin | None = None
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> TrainerState:
-        """Make a state of its JSON, without the keys unknown here."""
-        return TypeAdapter(cls).validate_python(tree)
+    versions: dict[str, str] = Field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write `state.json` of a checkpoint, with the versions of what wrote it."""
+        """Write `state.json` of a checkpoint, with the `versions` of now."""
         versions = package_versions("infini-llama", "torch", "safetensors")
-        dump_json(folder / STATE, asdict(self) | {"versions": versions})
+        dump_json(folder / STATE, self.model_dump(mode="json") | {"versions": versions})
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The `TrainerState` of a verified checkpoint."""
-    return TrainerState.of(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+    """Return the `TrainerState` of a verified checkpoint."""
+    return read_record(checkpoint / STATE, TrainerState)
 
 
 @dataclass(frozen=True)

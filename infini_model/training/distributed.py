@@ -13,16 +13,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic_core import to_json
 from torch import Tensor
 
 from infini_model.config import Config, LaunchConfig, differences
 from infini_model.runtime.errors import ConfigError, DeviceError
 from infini_model.runtime.processes import STOPS
+from infini_model.runtime.records import Record
 from infini_model.training.launch.devices import GPU_NUMBERS, physical_gpu
 from infini_model.training.launch.heartbeat import PAUSE_LIMIT_SECONDS
 
@@ -88,16 +90,17 @@ class World:
         rows = zip(self.all_gather(padded), sizes, strict=True)
         return [_as_bytes(row[:size]).decode() for row, size in rows]
 
-    def broadcast(self, read: Callable[[], T]) -> T:
+    def broadcast(self, read: Callable[[], T], kind: type[Record] | None = None) -> T:
         """The JSON value that `read` returns on rank 0, on every rank; only rank 0 calls it.
 
-        As JSON, not as torch's own broadcast of objects, which unpickles.
+        As JSON, not as torch's own broadcast of objects, which unpickles. `kind` is that of the
+        record that `read` returns, if any.
         """
-        content = _as_tensor(json.dumps(read()).encode() if self.is_main else b"")
+        content = _as_tensor(to_json(read()) if self.is_main else b"")
         size = self.broadcast_tensor(lambda: torch.tensor([len(content)]), torch.empty(1).long())
         everywhere = self.broadcast_tensor(lambda: content, content.new_empty(int(size)))
-        value: T = json.loads(_as_bytes(everywhere))
-        return value
+        value: Any = json.loads(_as_bytes(everywhere))
+        return cast("T", value if value is None or kind is None else kind.model_validate(value))
 
     def broadcast_tensor(self, read: Callable[[], Tensor], like: Tensor, source: int = 0) -> Tensor:
         """As `broadcast`, of a tensor of `like`'s shape and dtype, on this rank's device."""

@@ -7,7 +7,7 @@ keeps what it found as `initial_weights.json`, and the ranks look nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infini_model.config import Config, ModelConfig
 from infini_model.config.tree import MODEL_SPEC
@@ -187,14 +187,8 @@ def weights_of_run(config: Config, run_dir: Path, world: World) -> InitialWeight
 
     Raises `CheckpointError` if the record is missing or of other weights.
     """
-
-    def read() -> dict[str, Any] | None:
-        found = read_initial_weights(run_dir)
-        return None if found is None else found.model_dump(mode="json")
-
-    name, record = config.model.initial_weights, world.broadcast(read)
-    weights = None if record is None else InitialWeights.model_validate(record)
-    path = run_dir / INITIAL_WEIGHTS
+    weights = world.broadcast(lambda: read_initial_weights(run_dir), InitialWeights)
+    name, path = config.model.initial_weights, run_dir / INITIAL_WEIGHTS
     if weights is None and name is not None:
         raise CheckpointError(
             f"{path}: is missing; python -m infini_model weights --config FILE "

@@ -7,9 +7,8 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -152,10 +151,7 @@ def build_setup(config: Config, dataset_dir: Path, run_dir: Path, world: World) 
             "infini branch begins with"
         )
     check_settings(run_dir, config, start, world)
-    # As JSON, which ranks send each other.
-    recovery = Recovery.model_validate(
-        world.broadcast(lambda: read_recovery(run_dir).model_dump(mode="json"))
-    )
+    recovery = world.broadcast(lambda: read_recovery(run_dir), Recovery)
     weights = weights_of_run(config, run_dir, world)
     config, windows, plan, start = resolve(
         config, manifest, dataset_dir, start, recovery, weights, world.size
@@ -298,13 +294,12 @@ def find_start(
     dataset, which only the parent of a branch may have been.
     """
 
-    def choose() -> dict[str, Any] | None:
+    def choose() -> TrainerState | None:
         chosen = newest_checkpoint(run_dir)
         clear_for_resume(run_dir, chosen)
-        return None if chosen is None else asdict(read_state(chosen))
+        return None if chosen is None else read_state(chosen)
 
-    found = world.broadcast(choose)
-    state = None if found is None else TrainerState.of(found)
+    state = world.broadcast(choose, TrainerState)
     if state is None or is_of_parent(state.config, config):
         return state
     if state.dataset_key != dataset_key:

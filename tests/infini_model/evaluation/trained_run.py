@@ -68,7 +68,16 @@ def make_run(run_dir, config, steps=(20, 40), std=0.3):
             torch.nn.init.normal_(parameter, std=std)
         settings = config.model_dump(mode="json")
         precision = resolve_precision(config.training.precision, WORLD.device).name
-        position = TrainerState(step, 2 * step, 0, 1, "k" * 64, settings, precision, 2)
+        position = TrainerState(
+            step=step,
+            windows_read=2 * step,
+            seed=0,
+            world_size=1,
+            dataset_key="k" * 64,
+            config=settings,
+            precision=precision,
+            global_batch=2,
+        )
         save_checkpoint(run_dir, HostCopy(WORLD).take(model, optimizer), position, keep=2)
     metrics = MetricsFile(run_dir, None)
     for step in range(41):  # enough for a moving mean

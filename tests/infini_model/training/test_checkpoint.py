@@ -51,7 +51,16 @@ MODEL = ModelConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, segmen
 
 
 def position(step):
-    return TrainerState(step, step * 8, 3, 1, "key", {"model": MODEL.model_dump()}, "fp32", 8)
+    return TrainerState(
+        step=step,
+        windows_read=step * 8,
+        seed=3,
+        world_size=1,
+        dataset_key="key",
+        config={"model": MODEL.model_dump()},
+        precision="fp32",
+        global_batch=8,
+    )
 
 
 @pytest.fixture

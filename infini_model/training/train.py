@@ -43,7 +43,6 @@ from infini_model.training.distributed import (
     join_world,
     received_stop,
 )
-from infini_model.training.early_stopping import EarlyStopping
 from infini_model.training.export import export_model
 from infini_model.training.garbage_collection import GarbageCollection
 from infini_model.training.launched_step import (
@@ -66,7 +65,7 @@ from infini_model.training.profiling import Profiler
 from infini_model.training.setup import TrainingSetup, build_setup, only_writer
 from infini_model.training.source_epochs import SourceEpochs
 from infini_model.training.tracking import Exporters
-from infini_model.training.validation import MemoryReports, validate_split
+from infini_model.training.validation import EarlyStopping, MemoryReports, validate_split
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from infini_model.evaluation.report import evaluate_run
 from infini_model.runtime.claims import claim_run
 from infini_model.runtime.errors import ConfigError
 from infini_model.runtime.runs import is_finished, newest_checkpoint, read_run
-from infini_model.training.early_stopping import validations_since_best
 from infini_model.training.run_status import read_status
 from infini_model.training.train import train
+from infini_model.training.validation import validations_since_best
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
+import psutil
+
 from flows.serving.access import mlflow_client, stored_secret
 from flows.serving.connection import API_URL, AUTH_STRING, configured, get, served
 from flows.serving.servers import prefect_dir
@@ -29,7 +31,6 @@ from infini_model.training.model_shape import UnknownShapeError, known_shape
 
 GIB = 1 << 30
 NEEDED_DISK_GIB = 5
-NEEDED_MEMORY_GIB = 2
 # NCCL exchanges buffers between the processes of a machine through it.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only measured, nothing is written there
 NEEDED_SHARED_GIB = 1
@@ -54,8 +55,9 @@ def _versions() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    yield Finding("CPU", f"{available_cores()} cores")
-    yield _memory()
+    free, total = (size / GIB for size in (available_memory(), psutil.virtual_memory().total))
+    found = f"{available_cores()} cores, {free:.1f} of {total:.1f} GiB of main memory free"
+    yield Finding("CPU", found)
     try:
         gpus = list_gpus()
     except DeviceError as error:
@@ -71,18 +73,6 @@ def _devices() -> Iterator[Finding]:
     yield _driver()
     yield _flash_attn(min(gpu.capability or (0, 0) for gpu in gpus))
     yield _kernels()
-
-
-def _memory() -> Finding:
-    """The machine's main memory; training a small model takes about 1 GiB per process."""
-    import psutil
-
-    free = available_memory()
-    found = f"{free / GIB:.1f} of {psutil.virtual_memory().total / GIB:.1f} GiB free"
-    scarce = free < NEEDED_MEMORY_GIB * GIB
-    return Finding(
-        "memory", found, "close other programs, or processes may be killed" if scarce else ""
-    )
 
 
 def _driver() -> Finding:

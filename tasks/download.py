@@ -16,7 +16,7 @@ def download(config: Config) -> Path:
     """
     config = config.updated(data={"folder": None})
     check_holds_datasets(config.run)
-    return run_with_retries(_download, config.stages.download, "download", config.data.name, config)
+    return run_with_retries(_download, config.stages, "download", config.data.name, config)
 
 
 def _download(config: Config) -> Path:

@@ -26,9 +26,8 @@ def evaluate(config: Config, dataset: Dataset, run_dir: Path) -> dict[str, Any]:
     """
     if config.launch.node_rank > 0:
         return {"run_dir": str(run_dir)}
-    stage = config.stages.evaluate
     return run_with_retries(
-        _evaluate, stage, "evaluate", run_dir.name, config, dataset.folder, run_dir
+        _evaluate, config.stages, "evaluate", run_dir.name, config, dataset.folder, run_dir
     )
 
 

@@ -19,9 +19,7 @@ def screen(config: Config, listing: Path) -> Path:
     """
     if not any(each.screen for each in config.data.named_sources.values()):
         return listing
-    return run_with_retries(
-        _screen, config.stages.screen, "screen", config.data.name, config, listing
-    )
+    return run_with_retries(_screen, config.stages, "screen", config.data.name, config, listing)
 
 
 def _screen(config: Config, listing: Path) -> Path:

@@ -63,9 +63,9 @@ def _begun_run(config: Config) -> Path | None:
 
 def use_dataset(config: Config) -> Dataset:
     """The dataset in `data.folder`, or the newest one, which is checked to be intact."""
-    stage, folder = config.stages.shard, config.data.folder
+    folder = config.data.folder
     asked = config.data.name if folder is None else PurePath(folder).name
-    dataset = run_with_retries(_plan, stage, "plan", asked, config, None)
+    dataset = run_with_retries(_plan, config.stages, "plan", asked, config, None)
     get_run_logger().info("Using dataset %s without changes", dataset.place)
     return dataset
 
@@ -77,12 +77,12 @@ def shard(config: Config, listing: Path, weights: InitialWeights | None = None) 
     """
     config = config if weights is None else weights.pinned_in(config)
     config = config.updated(data={"folder": None})
-    log, stage, name = get_run_logger(), config.stages.shard, config.data.name
-    plan = run_with_retries(_plan, stage, "plan", name, config, listing)
+    log, name = get_run_logger(), config.data.name
+    plan = run_with_retries(_plan, config.stages, "plan", name, config, listing)
     if plan.fault:
         log.warning("%s; rebuilding its partition", plan.fault)
     subject = f"{name}-{plan.key:.16}"
-    dataset = run_with_retries(_build, stage, "shard", subject, config, listing, plan)
+    dataset = run_with_retries(_build, config.stages, "shard", subject, config, listing, plan)
     log.info("Dataset %s is %s", dataset.place, "reused" if dataset.intact else "ready")
     return dataset
 

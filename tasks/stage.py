@@ -20,7 +20,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task, exponential_backoff
 
-from infini_model.config import Config, StageConfig
+from infini_model.config import Config, StagesConfig
 from infini_model.runtime.errors import DataError, StageError, UserError
 from infini_model.runtime.processes import run
 from infini_model.runtime.stage_protocol import ERROR, PROGRESS, RESULT, parse_line
@@ -45,13 +45,13 @@ async def is_worth_a_retry(_task: Task[..., Any], _run: TaskRun, state: State) -
 
 def run_with_retries(
     work: Callable[P, R],
-    stage: StageConfig,
+    stages: StagesConfig,
     name: str,
     subject: str,
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> R:
-    """Run the work of a stage as the Prefect task `name`, on `subject`, retried as `stage` says.
+    """Run the work of a stage as the Prefect task `name`, on `subject`, retried as `stages` say.
 
     Prefect caches and stores no results: they depend on the disk, where the library reuses existing
     outputs by content and checksum. Raises what the stage failed with.
@@ -71,8 +71,8 @@ def run_with_retries(
         task_run_name=lambda: title,
         cache_policy=NO_CACHE,
         persist_result=False,
-        retries=stage.retries,
-        retry_delay_seconds=exponential_backoff(stage.retry_delay_seconds),
+        retries=stages.retries_of(name),
+        retry_delay_seconds=exponential_backoff(stages.retry_delay_seconds),
         retry_condition_fn=is_worth_a_retry,
         retry_jitter_factor=0.5,
     )

@@ -94,9 +94,7 @@ def _train_claimed(
         if saved_step(run_dir) is None and not weights.folder.is_dir():
             weights = fetch_anew(config)
         record_initial_weights(run_dir, weights)
-    run_with_retries(
-        _train, config.stages.train, "train", run_dir.name, config, dataset.folder, run_dir
-    )
+    run_with_retries(_train, config.stages, "train", run_dir.name, config, dataset.folder, run_dir)
 
 
 def _train(config: Config, dataset_dir: Path, run_dir: Path) -> None:

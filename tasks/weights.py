@@ -42,7 +42,7 @@ def fetch_weights(config: Config) -> InitialWeights | None:
 def fetch_anew(config: Config) -> InitialWeights:
     """The same, whatever a run has recorded."""
     return run_with_retries(
-        _fetch, config.stages.weights, "weights", str(config.model.initial_weights), config
+        _fetch, config.stages, "weights", str(config.model.initial_weights), config
     )
 
 

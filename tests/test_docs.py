@@ -263,7 +263,7 @@ def test_the_stages_run_without_prefect(reader: Reader) -> None:
 @pytest.fixture(scope="module")
 def debug(reader: Reader) -> Path:
     """What a training that diverged left to look at."""
-    diverging = "run.name=diverged training.learning_rate=1e30 stages.train.retries=0"
+    diverging = "run.name=diverged training.learning_rate=1e30 stages.retries=0"
     reader.type(f"! infini train --config mine.yaml --debug {diverging}")
     (folder,) = (reader.folder / "outputs" / "runs" / "diverged" / "debug").iterdir()
     return folder

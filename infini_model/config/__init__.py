@@ -27,4 +27,4 @@ from infini_model.config.reading import (
     validate,
 )
 from infini_model.config.training import AttentionBackend, LaunchConfig, LoraConfig, TrainingConfig
-from infini_model.config.tree import Config, StageConfig
+from infini_model.config.tree import Config, StagesConfig

@@ -75,34 +75,19 @@ class TrackingConfig(Section):
             yield "registered_model needs mlflow and log_model"
 
 
-class StageConfig(Section):
-    """Retries of a Prefect task."""
+class StagesConfig(Section):
+    """Retries of the stages of the pipeline."""
 
     retries: Retries = 2
-    """Retries after a failure."""
+    """Retries of a stage after a failure."""
+    fetch_retries: Retries = 4
+    """The same of the stages weights and download, which fetch over the network."""
     retry_delay_seconds: NonNegativeFloat = 2.0
     """Seconds before the first retry; doubled for each further one, with jitter."""
 
-
-class FetchStageConfig(StageConfig):
-    """The same for a stage that fetches over the network."""
-
-    retries: Retries = 4
-    """Retries after a failure."""
-
-
-class StagesConfig(Section):
-    """Retries of the stages of the pipeline.
-
-    `shard` is both the plan of a dataset and its shards.
-    """
-
-    weights: FetchStageConfig = FetchStageConfig()
-    download: FetchStageConfig = FetchStageConfig()
-    screen: StageConfig = StageConfig()
-    shard: StageConfig = StageConfig()
-    train: StageConfig = StageConfig()
-    evaluate: StageConfig = StageConfig()
+    def retries_of(self, stage: str) -> int:
+        """The retries of a stage of this name."""
+        return self.fetch_retries if stage in ("weights", "download") else self.retries
 
 
 class ComparisonConfig(Section):

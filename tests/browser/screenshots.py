@@ -26,7 +26,7 @@ CURVES = "train/(loss|grad|learn)|memory/probe_(gain$|loss)"
 # What is drawn in steps, such as a chart that moves to its place.
 SETTLED_MS = 3000
 # Otherwise the training would be retried by itself, in the same bar of the chart.
-BY_HAND = '{"stages": {"train": {"retries": 0}}}'
+BY_HAND = '{"stages": {"retries": 0}}'
 
 
 def newcomer(home: Path) -> Environment:

@@ -62,7 +62,7 @@ def serving(
         logging={"logging_steps": 20, "eval_steps": 50},
         checkpoint={"save_steps": 10},
         tracking={"mlflow": True},
-        stages={"train": {"retries": 0}},
+        stages={"retries": 0},
     )
     homes = {"PREFECT_HOME": str(folder / "home")}
     with launcher(folder, session_environment | homes | halt.environment) as launch:

@@ -42,7 +42,7 @@ def test_a_run_that_is_killed_and_interrupted_gives_the_same_result(
 ) -> None:
     """First a rank, then the command, which has a temporary server; then its terminal is closed."""
     output = with_tables(tmp_path / "output")
-    tree = pipeline(output, stages={"train": {"retry_delay_seconds": 0.0}})
+    tree = pipeline(output, stages={"retry_delay_seconds": 0.0})
     command = ("run", "--config", write_settings(tmp_path / "settings.yaml", tree))
     run_dir = output / "runs" / "run-1"
 

@@ -348,7 +348,7 @@ def test_a_dead_head_is_an_error_of_the_stage(
     cluster: RayCluster, sources: Path, environment: Environment, start: Start, tmp_path: Path
 ) -> None:
     """The last test of the cluster."""
-    settings = on_ray(tmp_path, sources, cluster, stages={"shard": {"retries": 0}})
+    settings = on_ray(tmp_path, sources, cluster, stages={"retries": 0})
     with cluster.held():
         running = start("preprocess", "--config", settings, env=environment)
         workers = cluster.wait_until_held()

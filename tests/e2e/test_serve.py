@@ -38,7 +38,7 @@ LONG = {
     "training": {"max_steps": MANY},
     "logging": {"logging_steps": MANY, "eval_steps": MANY},
     "checkpoint": {"save_steps": MANY},
-    "stages": {"weights": {"retry_delay_seconds": 0.0}},
+    "stages": {"retry_delay_seconds": 0.0},
     "tracking": {"mlflow": True},
 }
 NIGHTLY, EDITED = "0 3 * * *", {"cron": "30 4 * * *", "timezone": "UTC"}

@@ -74,7 +74,7 @@ def wait_for_events(prefect: Server) -> None:
 def test_a_retry_completes_the_dataset_or_reuses_it(
     prefect: Server, start: Start, tmp_path: Path
 ) -> None:
-    tree = tiny(tmp_path / "texts", tmp_path / "output", stages={"download": {"retries": 0}})
+    tree = tiny(tmp_path / "texts", tmp_path / "output", stages={"fetch_retries": 0})
     run = create(prefect, PREPROCESS, advanced=tree)
 
     def attempt() -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_a_retry_completes_the_dataset_or_reuses_it(
 def test_non_finite_numbers_are_retried_twice_explained_in_one_line_and_stored_as_no_pickle(
     prefect: Server, start: Start, text_files: Path, tmp_path: Path
 ) -> None:
-    retries = {"train": {"retries": 5, "retry_delay_seconds": 0.0}}
+    retries = {"retries": 5, "retry_delay_seconds": 0.0}
     training = {"learning_rate": 1e30}
     tree = tiny(text_files, tmp_path / "output", training=training, stages=retries)
     run = create(prefect, PIPELINE, advanced=tree)
@@ -176,7 +176,7 @@ def test_a_retried_sweep_keeps_what_is_finished_resumes_what_was_suspended_and_n
         output,
         launch={"hang_timeout_seconds": PATIENCE},
         checkpoint={"save_steps": 100_000},
-        stages={"train": {"retries": 0}},
+        stages={"retries": 0},
     )
     names = [f"quickstart-learning_rate-{rate}" for rate in ("0.001", "0.0001", "1e30")]
     runs = [output / "runs" / name for name in names]
@@ -230,7 +230,7 @@ STORY = """
 from logging import getLogger
 from pathlib import Path
 from prefect import flow
-from infini_model.config import StageConfig
+from infini_model.config import StagesConfig
 from tasks.failures import report_failure
 from tasks.flow_run import FLOW, Waiting, name_flow_run
 from tasks.stage import run_with_retries
@@ -248,7 +248,7 @@ def wait(note):
 def story(note):
     name_flow_run("run-2", "run:run-2")
     getLogger("infini_model.training.memory_estimate").warning("training.warmup_steps=4 is less")
-    run_with_retries(wait, StageConfig(), "wait", note, note)
+    run_with_retries(wait, StagesConfig(), "wait", note, note)
     raise KeyError("an unexpected error")
 """
 

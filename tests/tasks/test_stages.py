@@ -73,7 +73,7 @@ def ended_tasks(server: str, output: str, *names: str) -> dict[str, dict[str, An
 def test_a_silent_host_is_retried_and_no_mistake(
     server: str, connected: Environment, settings: Path
 ) -> None:
-    retries = ("stages.download.retries=2", "stages.download.retry_delay_seconds=0")
+    retries = ("stages.fetch_retries=2", "stages.retry_delay_seconds=0")
     command = ("preprocess", "--config", settings, *retries)
     output = output_of(connected, *command, "data.source.paths=[/nowhere/*.txt]", status=2)
     assert ended_tasks(server, output, "download")["download"]["run_count"] == 1

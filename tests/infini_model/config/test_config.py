@@ -24,7 +24,6 @@ from infini_model.config.data import FilesSource, HubSource
 from infini_model.config.explaining import NAMES, all_keys
 from infini_model.config.locations import shareable_location
 from infini_model.config.model import BESIDE_INITIAL_WEIGHTS
-from infini_model.config.tree import StagesConfig
 from infini_model.runtime.errors import ConfigError
 
 TWO_SOURCES = "data.sources={web: {paths: [a]}, code: {repository: b}}"
@@ -293,7 +292,7 @@ REFUSED = {
     "training.max_steps=many": "training.max_steps: got 'many': input should be a valid",
     "training.max_steps=100000000000000000000": "training.max_steps: got 100000000000000000000",
     "run.seed=18446744073709551616": "run.seed: got 18446744073709551616: input should be less",
-    "stages.train.retries=51": "stages.train.retries: got 51: input should be less than or equal",
+    "stages.retries=51": "stages.retries: got 51: input should be less than or equal",
     "training.max_steps=0": "training.max_steps: got 0: input should be greater than 0",
     "training.max_steps=null": "training: takes exactly one of max_steps and epochs",
     "training={epochs: 2, max_steps: 9}": "training: takes exactly one of max_steps and",
@@ -455,13 +454,6 @@ def test_what_an_error_points_to_exists_and_what_it_replaces_does_not() -> None:
     for name, meant in NAMES.items():
         named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", meant))
         assert named <= keys | sections, f"{name} points to {meant}"
-
-
-@pytest.mark.parametrize("name", StagesConfig.model_fields)
-def test_a_setting_of_a_stage_leaves_its_others_as_they_are(name: str) -> None:
-    default = getattr(Config().stages, name)
-    config = load_config(overrides=[f"stages.{name}.retry_delay_seconds=9"])
-    assert getattr(config.stages, name) == default.updated(retry_delay_seconds=9.0)
 
 
 def test_an_update_changes_the_named_settings_of_the_sections_below() -> None:

@@ -84,7 +84,7 @@ DECIDING = (
 OTHERS = (
     *("run.log_level=debug", "launch.processes=2", "logging.logging_steps=3"),
     *("checkpoint.save_steps=3", "evaluation.max_windows=3", "comparison.runs=[a]"),
-    *("tracking.mlflow=false", "stages.train.retries=7"),
+    *("tracking.mlflow=false", "stages.retries=7"),
 )
 
 

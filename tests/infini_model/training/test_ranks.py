@@ -58,7 +58,7 @@ def test_the_first_setting_that_differs_is_named_on_both_ranks(make_config, tmp_
         "run": {"name": "r", "output_dir": str(tmp_path / "other")},
         "launch": node | {"node_rank": 1, "processes": 2, "hang_timeout_seconds": 5},
         "checkpoint": {"save_total_limit": 9},
-        "stages": {"train": {"retries": 0}},
+        "stages": {"retries": 0},
         "data": {"name": "mine"},
     }
     there = make_config(run={"name": "r"}, launch=node)

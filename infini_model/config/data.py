@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from infini_model.config.locations import Place, RayAddress
+from infini_model.config.locations import Place
 from infini_model.config.section import (
     MOST,
     Fraction,
@@ -226,11 +226,8 @@ class DataConfig(Section):
     """Size of a partition, in MiB of text. A partition, a range of a large file or several small
     files, is the unit of parallel work and of reuse."""
     engine: Literal["local", "ray"] = "local"
-    """Where partitions are made: local is threads of this machine, ray the nodes of a Ray cluster,
-    one task per partition."""
-    ray_address: RayAddress = "auto"
-    """Ray cluster to join, HOST:PORT of its head; auto is that of RAY_ADDRESS, or the one that runs
-    on this machine. This machine must be one of its nodes."""
+    """Where partitions are made: local is threads of this machine, ray the nodes of the Ray cluster
+    that this machine is a node of, one task per partition."""
     ray_cpus: Units = 1.0
     """CPUs that a task on Ray reserves."""
     ray_gpus: Units = 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,11 +65,6 @@ LocalFolder = Annotated[
     FilePath, takes("a local folder, not an address", _is_local, BeforeValidator)
 ]
 StoreAddress = Annotated[str, takes(_AN_ADDRESS, is_store)]
-# A Ray cluster to join.
-_CLUSTER = re.compile(r"auto|[^\s/:]+:\d+")
-RayAddress = Annotated[
-    str, takes("auto or HOST:PORT; this machine must be a node of the cluster", _CLUSTER.fullmatch)
-]
 
 
 def working_folder(address: str) -> Path:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, StrictBool
 
-from infini_model.config.locations import LocalFolder, RayAddress
+from infini_model.config.locations import LocalFolder
 from infini_model.config.section import (
     MOST,
     NAME,
@@ -219,15 +219,12 @@ class LaunchConfig(Section):
     processes: PositiveInt | None = None
     """Processes on this machine; null (default) is one per GPU, or one on the CPU."""
     launcher: Literal["local", "ray"] = "local"
-    """Where the processes are started: local is this machine, ray the nodes of a Ray cluster. With
-    ray, losing a node costs the steps since the last checkpoint; the training continues on the
-    remaining nodes."""
+    """Where the processes are started: local is this machine, ray the nodes of the Ray cluster that
+    it is a node of. With ray, losing a node costs the steps since the last checkpoint; the training
+    continues on the remaining nodes."""
     nodes: Nodes | None = None
     """Nodes of the Ray cluster to train on, a number or a range such as 2-4; null (default) is
     one."""
-    ray_address: RayAddress = "auto"
-    """Ray cluster to join if launcher is ray, HOST:PORT of its head; auto is that of RAY_ADDRESS,
-    or the one that runs on this machine."""
     num_nodes: PositiveInt = 1
     """Number of machines that train together, each with a launcher of its own."""
     node_rank: NonNegativeInt = 0

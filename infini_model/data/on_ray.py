@@ -60,7 +60,7 @@ class RayEngine:
         `check_resources` do, and `StageError` for a partition that lost its worker time and again.
         """
         config, place = self._config, datasets.place
-        with connect(config.ray_address, "data") as address, contextlib.ExitStack() as stack:
+        with connect("data.engine") as address, contextlib.ExitStack() as stack:
             import ray
 
             needs = reserved(config)

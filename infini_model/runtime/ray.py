@@ -15,7 +15,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import infini_model
 from infini_model.runtime import storage
@@ -31,16 +31,14 @@ from infini_model.runtime.errors import (
 Failure = tuple[str, str]
 AUTO, ADDRESS_VARIABLE = "auto", "RAY_ADDRESS"
 CONNECT_SECONDS = 10.0
-# The setting by which a section of the configuration chooses Ray.
-CHOICES = {"data": "data.engine", "launch": "launch.launcher"}
 
 
 @contextlib.contextmanager
-def connect(asked: str, section: Literal["data", "launch"]) -> Iterator[str]:
-    """Be a driver of the cluster at `asked`, HOST:PORT or `auto`, while the block runs.
+def connect(setting: str) -> Iterator[str]:
+    """Be a driver of the cluster that this machine is a node of, while the block runs.
 
-    Yields the address. What is still under way at the end is ended. `asked` is the `ray_address` of
-    a section of the configuration, which messages name.
+    Of several `RAY_ADDRESS` names one, HOST:PORT of its head. Yields the address. What is still
+    under way at the end is ended. `setting` is the one that chooses Ray, which messages name.
 
     Raises `UserError` if Ray is not installed, or the cluster has other versions of it or of
     Python; `UnreachableError` if there is no cluster.
@@ -50,10 +48,10 @@ def connect(asked: str, section: Literal["data", "launch"]) -> Iterator[str]:
         from ray.exceptions import AuthenticationError
     except ImportError as error:
         raise ConfigError(
-            f"{CHOICES[section]}: ray is not installed: pip install 'infini-model[ray]' ({error})"
+            f"{setting}: ray is not installed: pip install 'infini-model[ray]' ({error})"
         ) from error
-    address = os.environ.get(ADDRESS_VARIABLE, AUTO) if asked == AUTO else asked
-    where = f"{section}.ray_address: {address}"
+    address = os.environ.get(ADDRESS_VARIABLE, AUTO)
+    where = f"{setting}: {ADDRESS_VARIABLE}={address}"
     _check_reachable(address, where)
     try:
         ray.init(address=address, logging_level=logging.WARNING)

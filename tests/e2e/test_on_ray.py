@@ -77,6 +77,7 @@ def environment(
 @pytest.fixture(scope="module")
 def cluster(environment: Environment) -> Iterator[RayCluster]:
     made = RayCluster(3, environment)
+    environment["RAY_ADDRESS"] = made.address
     yield made
     made.end()
 
@@ -97,8 +98,8 @@ def settings_of(
     return write_settings(folder / "settings.yaml", tree)
 
 
-def on_ray(folder: Path, sources: Path, cluster: RayCluster, **data: Any) -> Path:
-    return settings_of(folder, sources, engine="ray", ray_address=cluster.address, **data)
+def on_ray(folder: Path, sources: Path, **data: Any) -> Path:
+    return settings_of(folder, sources, engine="ray", **data)
 
 
 def shards(folder: Path) -> dict[str, bytes]:
@@ -140,7 +141,7 @@ def test_a_flow_on_nodes_that_share_only_a_store_makes_the_bytes_of_the_local_en
     server: str,
     tmp_path: Path,
 ) -> None:
-    settings = on_ray(tmp_path / "output", sources, cluster)
+    settings = on_ray(tmp_path / "output", sources)
     command = infini("preprocess", "--config", settings, f"run.data_dir={bucket}/data")
     done = succeed(command, {**environment, "INFINI_CACHE_DIR": str(tmp_path / "cache")})
     output = done.stdout + done.stderr
@@ -158,7 +159,7 @@ def test_a_killed_worker_and_a_killed_node_cost_their_partitions_alone(
     cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Begin, tmp_path: Path
 ) -> None:
     with cluster.held():
-        running = begin(on_ray(tmp_path, sources, cluster))
+        running = begin(on_ray(tmp_path, sources))
         cluster.kill_worker()
         running.wait_for(LOST)
         cluster.kill_node()
@@ -176,7 +177,7 @@ def test_what_the_user_can_mend_ends_the_job_in_one_line(
     cluster: RayCluster, sources: Path, environment: Environment, tmp_path: Path
 ) -> None:
     shutil.copytree(sources, tmp_path / "texts")
-    settings = on_ray(tmp_path / "output", tmp_path / "texts", cluster, tokenizer={})
+    settings = on_ray(tmp_path / "output", tmp_path / "texts", tokenizer={})
     listing = stage("download", settings)["listing"]
     # Tasks are under way when one of them fails.
     (tmp_path / "texts" / "0030.txt").unlink()
@@ -184,7 +185,7 @@ def test_what_the_user_can_mend_ends_the_job_in_one_line(
     assert report["kind"] == "user"
     assert "0030.txt: does not exist (on " in report["error"]
     eventually(lambda: cluster.workers() == [], "the end of all tasks")
-    large = on_ray(tmp_path / "large", tmp_path / "texts", cluster, tokenizer={}, ray_cpus=2)
+    large = on_ray(tmp_path / "large", tmp_path / "texts", tokenizer={}, ray_cpus=2)
     listing = stage("download", large)["listing"]
     report = stage("shard", large, "--listing", listing, env=environment)
     assert report["error"].startswith(f"data.ray_cpus: no node of {cluster.address}")
@@ -193,7 +194,7 @@ def test_what_the_user_can_mend_ends_the_job_in_one_line(
 def test_sigterm_ends_the_tasks_and_the_same_command_goes_on(
     cluster: RayCluster, sources: Path, expected: dict[str, bytes], begin: Begin, tmp_path: Path
 ) -> None:
-    settings = on_ray(tmp_path, sources, cluster)
+    settings = on_ray(tmp_path, sources)
     with cluster.held():
         running = begin(settings)
         cluster.wait_until_held()
@@ -219,7 +220,7 @@ def test_another_version_of_the_package_or_of_ray_is_refused(
 ) -> None:
     # Ray adds the working directory to the path of its workers.
     monkeypatch.chdir(tmp_path)
-    settings = on_ray(tmp_path / "output", sources, cluster)
+    settings = on_ray(tmp_path / "output", sources)
     listing = stage("download", settings)["listing"]
     other = tmp_path / "other"
     # Whatever else runs may be writing there.
@@ -260,9 +261,9 @@ def settings(pipeline: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def training_on(cluster: RayCluster, settings: Path, nodes: str) -> tuple[str | Path, ...]:
-    where = (f"launch.ray_address={cluster.address}", f"launch.nodes={nodes}")
-    return ("train", "--config", settings, f"run.name=on-{nodes}", "launch.launcher=ray", *where)
+def training_on(settings: Path, nodes: str) -> tuple[str | Path, ...]:
+    where = ("launch.launcher=ray", f"launch.nodes={nodes}")
+    return ("train", "--config", settings, f"run.name=on-{nodes}", *where)
 
 
 def test_what_the_cluster_cannot_give_is_one_line(
@@ -279,7 +280,8 @@ def test_what_the_cluster_cannot_give_is_one_line(
         "gpus=all": f"gpus: got 'all': no node of {where} has a GPU",
         "nodes=3": f"nodes: got 3: {where} has 3 with 1 CPU each; {batch}",
     }
-    with connect(cluster.address, "launch"):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with connect("launch.launcher"):
         for setting, refusal in refusals.items():
             config = load_config(overrides=["launch.launcher=ray", f"launch.{setting}"])
             folders = tmp_path, tmp_path
@@ -294,7 +296,7 @@ def test_a_lost_node_changes_no_bit(
     local = infini("train", "--config", settings, "run.name=undisturbed", "launch.processes=2")
     succeed(local, environment)
     halt = halt_at(45)
-    running = start(*training_on(cluster, settings, "2"), env=environment)
+    running = start(*training_on(settings, "2"), env=environment)
     halt.wait(2)
     cluster.lose_node_of(LAUNCHER)
     try:
@@ -313,7 +315,7 @@ def test_a_lost_node_changes_no_bit(
 def test_a_gang_of_one_to_three_nodes_goes_on_with_those_that_are_left(
     cluster: RayCluster, settings: Path, start: Start, environment: Environment, halt_at: HaltAt
 ) -> None:
-    command = training_on(cluster, settings, "1-3")
+    command = training_on(settings, "1-3")
     halt = halt_at(25)
     running = start(*command, env=environment)
     halt.wait(3)
@@ -348,7 +350,7 @@ def test_a_dead_head_is_an_error_of_the_stage(
     cluster: RayCluster, sources: Path, environment: Environment, start: Start, tmp_path: Path
 ) -> None:
     """The last test of the cluster."""
-    settings = on_ray(tmp_path, sources, cluster, stages={"retries": 0})
+    settings = on_ray(tmp_path, sources, stages={"retries": 0})
     with cluster.held():
         running = start("preprocess", "--config", settings, env=environment)
         workers = cluster.wait_until_held()

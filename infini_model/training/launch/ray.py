@@ -371,7 +371,7 @@ def main() -> int:
     try:
         # Ray installs a handler of its own when it joins.
         with (
-            cluster.connect(config.launch.ray_address, "launch") as address,
+            cluster.connect("launch.launcher") as address,
             deferred_signals() as received,
         ):
             folders = arguments.dataset, arguments.run_dir

@@ -317,7 +317,6 @@ REFUSED = {
     "data.splits.train=0.5": "data.splits: train + validation + test must be 1, not 0.6",
     "data.splits={train: 0, validation: 0.5, test: 0.5}": "data.splits: train must be more than 0",
     "data.ray_cpus=1.5": "data.ray_cpus: got 1.5: takes a fraction of 1 or a whole number",
-    "data.ray_address=ray://head:1": "data.ray_address: got 'ray://head:1': takes auto or",
     "packing.context_length=100": "packing.context_length 100 is not a multiple of",
     "packing.context_schedule={0.5: 4}": "packing.context_schedule: the first fraction must be 0",
     "packing.context_schedule={0: 3, 0.5: 4}": (

@@ -67,8 +67,10 @@ class _Model:
         folder = self.checkpoint / MODEL
         if is_adapter_folder(folder) and not self.form.merge:
             return "adapter"
-        is_plain = model_type(read_config(folder, {})) != "infini_llama"
-        return "plain" if is_plain else self.form.format
+        config = read_config(folder, {})
+        if config.bidirectional:
+            return "diffusion"
+        return "plain" if model_type(config) != "infini_llama" else self.form.format
 
     def write_folder(self, folder: Path) -> None:
         """Write a folder as Hugging Face has them. Raises as `export_model` does."""
@@ -133,6 +135,8 @@ def push_run(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    if repository.count("/") != 1:
+        raise UserError(f"--push: got {repository!r}; takes OWNER/NAME")
     model = _find(places, name, form)
     if model.use == "adapter" and Path(read_adapter(model.checkpoint / MODEL).base).is_dir():
         raise ConfigError("--push: the run has adapters of weights on this machine; add --merge")
@@ -140,7 +144,6 @@ def push_run(
     card = model_card(model.run_dir, model.step, manifest, repository, license_id, model.use)
     api, staged = HfApi(), TemporaryDirectory(prefix=TEMPORARY, dir=make_folder(places.output_dir))
     with staged as staging, _push_errors(f"--push {repository}"):
-        url = api.create_repo(repository, private=private or None, exist_ok=True)
         folder = Path(staging, MODEL)
         if form.format == "gguf":
             model.write_gguf(folder / f"{model.run_dir.name}{GGUF}")
@@ -150,6 +153,7 @@ def push_run(
         if (model.run_dir / CURVE).is_file():
             make_folder((folder / CURVE).parent)
             shutil.copyfile(model.run_dir / CURVE, folder / CURVE)
+        url = api.create_repo(repository, private=private or None, exist_ok=True)
         files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.*")}
         before = [] if form.format == "gguf" else api.list_repo_files(repository)
         stale = [each for each in before if is_exported(each) and each not in files]

@@ -17,18 +17,18 @@ from infini_model.config.data import Source
 from infini_model.data.manifest import Manifest
 from infini_model.evaluation.pages import bullets
 from infini_model.runtime.errors import CheckpointError
+from infini_model.runtime.records import read_bytes
 from infini_model.runtime.runs import REPORT, read_evaluation, read_run_config
 from infini_model.training.initial_weights import read_initial_weights
 
-# What a reader has to do to use the model: nothing but transformers, or what its format takes.
-Use = Literal["plain", "huggingface", "remote-code", "adapter", "gguf"]
+# What opens a model: transformers as it is, what its format says, or this package alone.
+Use = Literal["plain", "huggingface", "remote-code", "gguf", "adapter", "diffusion"]
 # The library by which the hub says that a model opens.
 LIBRARIES: dict[Use, str] = {
     "plain": "transformers",
     "remote-code": "transformers",
-    "huggingface": "infini-model",
-    "adapter": "peft",
     "gguf": "gguf",
+    "adapter": "peft",
 }
 CURVE = "plots/loss.png"
 
@@ -40,7 +40,8 @@ def model_card(
 
     It shows the picture `CURVE` if the run has it.
 
-    Raises `CheckpointError` if the run has no report of this checkpoint.
+    Raises `CheckpointError` if the run has no report of this checkpoint, `DataError` if a record of
+    the run cannot be read.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -50,13 +51,13 @@ def model_card(
             f"infini evaluate run.name={run_dir.name} writes it"
         )
     config, sections = read_run_config(run_dir), _sections(run_dir / REPORT)
-    summary, *others = sections["Summary"].split("\n\n")
+    summary, *others = sections.get("Summary", "").split("\n\n")
     base = read_initial_weights(run_dir)
     sources = () if config.data.folder is not None else config.data.named_sources.values()
     on_hub = {each.repository for each in sources if isinstance(each, HubSource)}
     data = ModelCardData(
         license=license_id,
-        library_name=LIBRARIES[use],
+        library_name=LIBRARIES.get(use, "infini-model"),
         pipeline_tag="text-generation",
         tags=["infini-llama"],
         base_model=base.public_name if base is not None and base.commit else None,
@@ -72,7 +73,7 @@ def model_card(
         metrics=next((each for each in others if each.startswith("| Metric |")), ""),
         curve=CURVE if (run_dir / CURVE).is_file() else None,
         data=_data(config, manifest),
-        model=sections["Model and training"],
+        model=sections.get("Model and training", ""),
         settings=_settings(config),
     )
     return str(card)
@@ -80,7 +81,7 @@ def model_card(
 
 def _sections(report: Path) -> dict[str, str]:
     """The sections of a report by title; one that a sample of the model repeats is the first."""
-    _, *parts = re.split(r"^## ", report.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    _, *parts = re.split(r"^## ", read_bytes(report).decode(), flags=re.MULTILINE)
     titled = (part.partition("\n\n") for part in reversed(parts))
     return {title: text.rstrip() for title, _, text in titled}
 

@@ -40,10 +40,11 @@ def check_gguf(
         llama_cpp: Folder with llama.cpp's sources.
         merge: Whether adapters are to be merged.
     """
-    if model_type(read_config(model, {})) == "infini_llama":
+    config = read_config(model, {})
+    if config.bidirectional or model_type(config) == "infini_llama":
         raise ConfigError(
-            f"{OPTION}: llama.cpp computes neither this memory nor this window; it takes models "
-            "with model.memory=none and model.window_segments=0"
+            f"{OPTION}: llama.cpp has no such model; it takes causal ones with model.memory=none "
+            "and model.window_segments=0"
         )
     if is_adapter_folder(model) and not merge:
         raise ConfigError(f"{OPTION}: the run has adapters; add --merge")

@@ -140,7 +140,11 @@ def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
     form = ("--format", "gguf", "--to", tmp_path / "model.gguf", "--output-dir")
     for number, (tokenizer, memory, expected) in enumerate(
         [
-            ("train", "residual", "llama.cpp computes neither this memory nor this window"),
+            (
+                "train",
+                "residual",
+                "llama.cpp has no such model; it takes causal ones with model.memory=none",
+            ),
             ("bytes", "none", "llama.cpp has no tokenizer of bytes; train one (spec: train)"),
             ("train", "none", f"{tmp_path}: has no convert_hf_to_gguf.py; give --llama-cpp"),
         ]

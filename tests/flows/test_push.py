@@ -131,6 +131,8 @@ def test_what_is_not_pushed_is_one_line_and_leaves_the_hub_as_it_was(
     _, run_dir = make_run(tmp_path, tmp_path / "output", "bytes", "none")
     license_id = ("--license", "apache-2.0")
     assert error_of(push(hub, run_dir)).endswith("--push: needs a --license, such as apache-2.0")
+    owned = run(infini("export", run_dir, "--push", "first", *license_id), of_hub(hub, tmp_path))
+    assert error_of(owned) == "error: --push: got 'first'; takes OWNER/NAME"
     complaint = f"error: {run_dir.name}: has no report of step 2"
     assert error_of(push(hub, run_dir, *license_id)).startswith(complaint)
     evaluate(run_dir)

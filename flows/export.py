@@ -23,7 +23,7 @@ from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
 from infini_model.model.hf.config import model_type, read_config
 from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, UserError
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, newest_checkpoint
-from infini_model.runtime.storage import TEMPORARY, atomic_file, make_folder
+from infini_model.runtime.storage import TEMPORARY, atomic_file, make_folder, named_os_errors
 from infini_model.runtime.stored_runs import refresh_run
 from infini_model.training.checkpoint import read_state
 from infini_model.training.export import CODE, check_target, export_model, is_exported
@@ -57,11 +57,12 @@ class _Model:
 
     @property
     def title(self) -> str:
+        """The checkpoint, for messages."""
         return f"step {self.step} of {self.run_dir.name}"
 
     @property
     def use(self) -> Use:
-        """What a reader of the model card has to do."""
+        """The way in which readers of the model card open the model."""
         if self.form.format == "gguf":
             return "gguf"
         folder = self.checkpoint / MODEL
@@ -137,32 +138,37 @@ def push_run(
 
     if repository.count("/") != 1:
         raise UserError(f"--push: got {repository!r}; takes OWNER/NAME")
-    model = _find(places, name, form)
+    model, api = _find(places, name, form), HfApi()
     if model.use == "adapter" and Path(read_adapter(model.checkpoint / MODEL).base).is_dir():
         raise ConfigError("--push: the run has adapters of weights on this machine; add --merge")
     manifest = read_manifest(model.dataset)
     card = model_card(model.run_dir, model.step, manifest, repository, license_id, model.use)
-    api, staged = HfApi(), TemporaryDirectory(prefix=TEMPORARY, dir=make_folder(places.output_dir))
-    with staged as staging, _push_errors(f"--push {repository}"):
-        folder = Path(staging, MODEL)
-        if form.format == "gguf":
-            model.write_gguf(folder / f"{model.run_dir.name}{GGUF}")
-        else:
-            model.write_folder(folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        if (model.run_dir / CURVE).is_file():
-            make_folder((folder / CURVE).parent)
-            shutil.copyfile(model.run_dir / CURVE, folder / CURVE)
-        url = api.create_repo(repository, private=private or None, exist_ok=True)
-        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.*")}
-        before = [] if form.format == "gguf" else api.list_repo_files(repository)
-        stale = [each for each in before if is_exported(each) and each not in files]
-        additions = [CommitOperationAdd(each, str(path)) for each, path in sorted(files.items())]
-        deletions = [CommitOperationDelete(each) for each in stale]
-        api.create_commit(
-            repository, [*additions, *deletions], commit_message=f"Push {model.title}"
-        )
+    with TemporaryDirectory(prefix=TEMPORARY, dir=make_folder(places.output_dir)) as staging:
+        files = _stage(model, card, Path(staging, MODEL))
+        with _push_errors(f"--push {repository}"):
+            url = api.create_repo(repository, private=private or None, exist_ok=True)
+            before = [] if form.format == "gguf" else api.list_repo_files(repository)
+            stale = [each for each in before if is_exported(each) and each not in files]
+            additions = [CommitOperationAdd(each, str(path)) for each, path in files.items()]
+            deletions = [CommitOperationDelete(each) for each in stale]
+            api.create_commit(
+                repository, [*additions, *deletions], commit_message=f"Push {model.title}"
+            )
     return [f"Pushed {model.title} to {url}", "Its README.md is the model card; edit it there."]
+
+
+def _stage(model: _Model, card: str, folder: Path) -> dict[str, Path]:
+    """Write the files of a commit to a temporary folder; returns them by their names there."""
+    if model.form.format == "gguf":
+        model.write_gguf(folder / f"{model.run_dir.name}{GGUF}")
+    else:
+        model.write_folder(folder)
+    with named_os_errors(folder):
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        if (curve := model.run_dir / CURVE).is_file():
+            make_folder((folder / CURVE).parent)
+            shutil.copyfile(curve, folder / CURVE)
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.*"))}
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def model_card(
 
 
 def _sections(report: Path) -> dict[str, str]:
-    """The sections of a report by title; one that a sample of the model repeats is the first."""
+    """Read the sections of a report by title; a title that a sample repeats is the first one's."""
     _, *parts = re.split(r"^## ", read_bytes(report).decode(), flags=re.MULTILINE)
     titled = (part.partition("\n\n") for part in reversed(parts))
     return {title: text.rstrip() for title, _, text in titled}
@@ -108,7 +108,7 @@ def _source(source: Source) -> str:
 
 
 def _public(path: str) -> str:
-    """A page of the web without a query, which may hold a secret; of other files the name alone."""
+    """Return a page of the web without its query, which may be secret; else the name alone."""
     url = urlsplit(path)
     return (
         f"{url.scheme}://{url.hostname}{url.path}" if url.scheme[:4] == "http" else Path(path).name

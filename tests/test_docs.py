@@ -16,6 +16,7 @@ import typer.main
 from commands import Environment, Running, infini, succeed, tiny, write_settings, write_texts
 from llamas import write_llama
 from ports import free_port
+from real import llama_cpp
 
 from flows.cli import app
 from flows.options import read
@@ -185,8 +186,8 @@ RUN = Path("outputs", "runs", "first")
 # Commands on runs and datasets that are there. The others parse, and those of the README's
 # list run in e2e/test_newcomer.py.
 READERS = re.compile(r"infini (evaluate|generate|export|verify|clean|logs|runs)\b")
-# Of an object store, a task of the reader's own, a run of LoRA.
-ELSEWHERE = re.compile(r"s3://|lm_eval|--merge|quickstart-3")
+# Of an object store, the hub, a task of the reader's own, a run of LoRA.
+ELSEWHERE = re.compile(r"s3://|--push|lm_eval|--merge|quickstart-3")
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,8 @@ LINES = {line for page in OTHERS for line in _lines(page)}
 @pytest.mark.story
 @pytest.mark.parametrize("line", sorted(LINES - {*_lines(README)}))
 def test_a_command_of_the_pages_succeeds(line: str, reader: Reader) -> None:
+    if "~/llama.cpp" in line:
+        (reader.folder / "llama.cpp").symlink_to(llama_cpp())
     reader.type(line.replace("mine-0123456789abcdef", reader.dataset.name))
 
 

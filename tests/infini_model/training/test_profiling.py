@@ -32,11 +32,11 @@ def test_the_steps_that_are_named_are_traced_and_the_training_is_the_same(
 
     title, _, heads, *table = operators(tmp_path / "profiled")
     assert title == "Steps 6 to 7, rank 0"
-    # The products of the layers are among the dearest, and each step has as many.
-    products = next(row for row in table if row.split()[:1] == ["aten::mm"])
+    # Which operators are the dearest is up to the machine.
     assert heads.rstrip().endswith("# of Calls")
-    calls = int(products.split()[-1])
-    assert calls % 2 == 0
+    rows = [row.split() for row in table if row.startswith((" ", "aten::"))]
+    calls = {row[0]: int(row[-1]) for row in rows if row and row[0].startswith("aten::")}
+    assert calls
     assert [path.name for path in profile_files(tmp_path / "profiled")] == [
         "operators.txt",
         "rank-0.json.gz",
@@ -46,7 +46,13 @@ def test_the_steps_that_are_named_are_traced_and_the_training_is_the_same(
     )
     names = [each.get("name", "") for each in events["traceEvents"] if each.get("ph") == "X"]
     assert sum(name.startswith("ProfilerStep") for name in names) == 2
-    assert names.count("aten::mm") == calls
+    # The table leaves out the calls that an operator makes of itself.
+    assert all(0 < count <= names.count(name) for name, count in calls.items())
+    # The products of the layers: each step has as many.
+    products = names.count("aten::mm")
+    assert products > 0
+    assert products % 2 == 0
+    assert calls.get("aten::mm", products) == products
     assert not profile_files(tmp_path / "plain")
 
 

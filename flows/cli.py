@@ -309,7 +309,7 @@ def export(
     llama_cpp: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of llama.cpp's sources, whose converter writes GGUF.",
+            help="Folder of llama.cpp's sources, whose converter writes GGUF (or LLAMA_CPP).",
             parser=expanded,
             metavar="PATH",
             envvar="LLAMA_CPP",

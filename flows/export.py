@@ -15,13 +15,19 @@ from flows.runs import dataset_of, find_run_folder
 from infini_model.config.locations import expanded, is_url
 from infini_model.config.tree import RunConfig
 from infini_model.data.manifest import read_manifest
-from infini_model.data.sources.files import hub_errors
+from infini_model.data.sources.files import brief, hub_errors
 from infini_model.data.tokenizers.load import load_dataset_tokenizer
 from infini_model.data.tokenizers.tokenizer import Tokenizer
 from infini_model.evaluation.model_card import CURVE, Use, model_card
 from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
 from infini_model.model.hf.config import model_type, read_config
-from infini_model.runtime.errors import CheckpointError, ConfigError, DataError, UserError
+from infini_model.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    UnreachableError,
+    UserError,
+)
 from infini_model.runtime.runs import CHECKPOINTS, MODEL, newest_checkpoint
 from infini_model.runtime.storage import TEMPORARY, atomic_file, make_folder, named_os_errors
 from infini_model.runtime.stored_runs import refresh_run
@@ -180,7 +186,7 @@ def _push_errors(what: str) -> Iterator[None]:
         except UserError:
             raise
         except RuntimeError as error:  # of a file, by what stopped it
-            raise (error.__cause__ or error) from error
+            raise error.__cause__ or UnreachableError(f"{what}: {brief(error)}") from error
         except ValueError as error:  # of the metadata, or a quota
             raise DataError(f"{what}: {' '.join(str(error).split())}") from error
 

@@ -1,6 +1,6 @@
 """The model card of a published run: its report, its data and its settings, as a README.md.
 
-What it says of the run's files are their names alone, and it quotes none of their text.
+It names the files that the run was trained on without their folders, and quotes none of their text.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["infini-llama"],
         base_model=base.public_name if base is not None and base.commit else None,
+        base_model_relation="adapter" if base is not None and use == "adapter" else None,
         datasets=sorted(on_hub) or None,
     )
     card = ModelCard.from_template(
@@ -104,7 +105,7 @@ def _source(source: Source) -> str:
         page = f"https://huggingface.co/datasets/{source.repository}"
         parts = filter(None, (source.configuration, source.split, source.revision))
         return f"[{source.repository}]({page}) ({', '.join(parts)})"
-    return ", ".join(f"`{_public(path)}`" for path in source.paths)
+    return f"files {', '.join(f'`{_public(path)}`' for path in source.paths)}"
 
 
 def _public(path: str) -> str:

@@ -22,12 +22,11 @@ from infini_model.model.hf.adapter import is_adapter_folder, read_adapter
 from infini_model.model.hf.config import (
     ADAPTER_CONFIG,
     CONFIG,
-    INDEX,
     TokenIds,
     read_config,
     read_json,
 )
-from infini_model.model.hf.weights import refuse_other_files, write_files
+from infini_model.model.hf.weights import is_model_file, refuse_other_files, write_files
 from infini_model.model.llama import InfiniLlama
 from infini_model.model.precision import cast_weights, resolve_precision
 from infini_model.runtime.errors import CheckpointError, ConfigError
@@ -162,5 +161,5 @@ def check_target(target: Path) -> None:
 
 
 def is_exported(name: str) -> bool:
-    """Return True if a file of a folder on the hub is one that an export there may replace."""
-    return name in (CONFIG, INDEX, *_FILES) or name.endswith(".safetensors")
+    """Return True for the names of the files that an export may replace."""
+    return name in _FILES or is_model_file(name)

@@ -269,6 +269,11 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise
 
 
+def is_model_file(name: str) -> bool:
+    """Return True for the names of the files in which a model is saved."""
+    return name in (CONFIG, INDEX) or name.endswith(".safetensors")
+
+
 def refuse_other_files(folder: Path, expected: Collection[str] = ()) -> None:
     """Raise `CheckpointError` if replacing `folder` would delete other files than a model's.
 
@@ -277,5 +282,5 @@ def refuse_other_files(folder: Path, expected: Collection[str] = ()) -> None:
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if path.name not in (CONFIG, INDEX, *expected) and path.suffix != ".safetensors":
+        if path.name not in expected and not is_model_file(path.name):
             raise CheckpointError(f"{folder}: holds {path.name}, which would be lost; pick another")

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ import torch
 from commands import Done, infini, run
 from huggingface_hub import ModelCard
 from llamas import write_llama
-from local_hub import TOKEN, LocalHub, serve_hub
+from local_hub import TOKEN, LocalHub, Repository, serve_hub, sha256
 from test_export import make_run, write_tokenizer
 
 from infini_model.config import load_config
@@ -24,7 +24,7 @@ from infini_model.runtime.runs import dataset_here, settings_of_run
 
 pytestmark = pytest.mark.story
 REPOSITORY = "team/first"
-EVALUATION = {"tasks": ["loss"], "max_windows": 2}
+EVALUATION = {"tasks": ["loss", "sample"], "max_windows": 2}
 PUSHED = {".gitattributes", "README.md", "config.json", "generation_config.json"}
 PUSHED |= {"model.safetensors", "plots/loss.png", "tokenizer.json", "tokenizer_config.json"}
 
@@ -48,7 +48,7 @@ def evaluate(run_dir: Path) -> None:
 
 
 def of_hub(hub: LocalHub, home: Path) -> dict[str, str]:
-    """An environment in which the hub is this one. Its other way to upload has no server here."""
+    """An environment in which the hub is this one, and large files are sent to it as to Git LFS."""
     own = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     return os.environ | own | {"HF_TOKEN": TOKEN, "HF_HOME": str(home)}
 
@@ -108,8 +108,10 @@ def test_a_pushed_run_is_used_as_its_card_says(
     # Neither where the files of the run lie nor what is in them.
     assert str(tmp_path) not in card.content
     assert "`*.txt`" in card.content
-    document = next((tmp_path / "texts").iterdir()).read_text()
-    assert document.split(". ")[1][:40] not in card.content
+    report = (run_dir / "report.md").read_text()
+    quoted = re.findall(r"^```text\n(.*?)\n```", report, re.MULTILINE | re.DOTALL)
+    assert quoted
+    assert all(text not in card.content for text in quoted)
 
 
 def test_a_push_is_one_commit_that_replaces_the_model_alone(hub: LocalHub, tmp_path: Path) -> None:
@@ -122,6 +124,14 @@ def test_a_push_is_one_commit_that_replaces_the_model_alone(hub: LocalHub, tmp_p
     assert repository.files.keys() == PUSHED | {"notes.md"}
     commits = [each for each in hub.requests[before:] if "/commit/" in each.path]
     assert len(commits) == 1
+
+    # By default large files go another way, for which the hub has a storage of its own.
+    hub.xet_storage = tmp_path / "xet"
+    sent = push(hub, run_dir, "--license", "apache-2.0", HF_HUB_DISABLE_XET="0")
+    assert sent.returncode == 0, sent.stderr
+    weights = (run_dir / "model" / "model.safetensors").read_bytes()
+    assert repository.files["model.safetensors"] == sha256(weights).encode()
+    assert any(path.is_file() for path in hub.xet_storage.rglob("xorbs/*"))
     assert not list((tmp_path / "output").glob(".tmp-*"))
 
 
@@ -151,7 +161,27 @@ def test_what_is_not_pushed_is_one_line_and_leaves_the_hub_as_it_was(
     assert hub.repositories[REPOSITORY].files == files
 
 
-def test_adapters_are_pushed_if_others_can_get_what_they_adapt(
+def test_adapters_are_pushed_with_the_name_of_what_they_adapt(
+    hub: LocalHub, tmp_path: Path
+) -> None:
+    llama = write_llama(tmp_path / "llama", dtype=torch.bfloat16)
+    hub.repositories["team/llama"] = Repository({f.name: f.read_bytes() for f in llama.iterdir()})
+    train = "import sys, test_push; test_push.evaluated(test_push.Path(sys.argv[1]), *sys.argv[2:])"
+    lora = ("model.initial_weights=team/llama", "model.segment_length=16", "training.lora={r: 4}")
+    command = [sys.executable, "-c", train, str(tmp_path), "bytes", "residual", *lora]
+    env = of_hub(hub, tmp_path / "ours") | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    trained = run(command, env)
+    assert trained.returncode == 0, trained.stderr
+    (run_dir,) = (tmp_path / "output" / "runs").glob("[!.l]*")
+    card = pushed(hub, run_dir)
+    assert "adapter_config.json" in hub.repositories[REPOSITORY].files
+    said = card.data.to_dict()
+    assert (said["base_model"], said["base_model_relation"]) == ("team/llama", "adapter")
+    assert said["library_name"] == "peft"
+    assert use_as_told(card, hub, tmp_path / "theirs")
+
+
+def test_adapters_of_weights_on_this_machine_are_pushed_merged(
     hub: LocalHub, tmp_path: Path
 ) -> None:
     llama = write_llama(tmp_path / "llama", dtype=torch.bfloat16)

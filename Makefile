@@ -13,13 +13,14 @@ WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of Pythons, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test stories check packages lint serve bench gpu pictures clean lock
+.PHONY: help install run test stories check packages lint docs serve bench gpu pictures clean lock
 
 help:
 	@echo "make run      train a small Infini-Llama on Python's own sources, with progress and a report"
 	@echo "make test     run the tests that need nothing but Python"
 	@echo "make stories  run those that take longest: whole programs killed, stopped and resumed, real pages in a browser"
 	@echo "make lint     formatting, linting and types, as in CI"
+	@echo "make docs     build the documentation as a site, with the API of the library, in site/html"
 	@echo "make serve    keep the Prefect UI, MLflow and a worker up until Ctrl-C"
 	@echo "make bench    run the benchmarks, or some of them: make bench BENCHMARKS=loader"
 	@echo "make gpu      test and measure on this machine's GPU, with its own Python; REHEARSE=1 needs none"
@@ -68,6 +69,11 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+# A warning, such as of a link that leads nowhere, is an error.
+docs: install
+	$(BIN)/sphinx-build -M html docs site --fail-on-warning --keep-going --quiet
+	@echo "site/html/index.html"
+
 serve: install
 	$(BIN)/infini serve $(ARGS)
 
@@ -93,5 +99,5 @@ lock:
 	mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) site .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,7 +24,7 @@ from stopping import Halt
 
 pytestmark = pytest.mark.story
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "first-model.md"
-NOTEBOOK = PAGE.with_suffix(".ipynb")
+NOTEBOOK = PAGE.with_name("notebook.ipynb")
 BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*\n(?:> .*\n)*)", re.MULTILINE)
 # What a reader trains for minutes is trained for some steps. The run `plain` takes over those of

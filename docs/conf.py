@@ -1,0 +1,50 @@
+"""The documentation as a site: Sphinx's settings, for the pages that are read in the repository."""
+
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+DOCS = Path(__file__).resolve().parent
+# Pages of the repository that are not in docs/.
+OUTSIDE = {"index": DOCS.parent / "README.md", "contributing": DOCS.parent / "CONTRIBUTING.md"}
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)(#[^)]*)?\)")
+
+project, release = "Infini-Llama", metadata.version("infini-llama")
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+html_show_copyright = html_show_sourcelink = False
+highlight_language = "none"
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # a test runs it, and the outputs are in it
+default_role = "code"  # docstrings have `names`, as Markdown
+autoclass_content = "both"
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+napoleon_use_ivar = True
+
+
+def read_page(_app: Sphinx, name: str, text: list[str]) -> None:
+    """Take a page of the repository for one of the site, and make its links those of the site."""
+    page = OUTSIDE.get(name, DOCS / name)
+    pages = {outside: DOCS / f"{name}.md" for name, outside in OUTSIDE.items()}
+
+    def link(found: re.Match[str]) -> str:
+        words, address, anchor = found.groups(default="")
+        target = (page.parent / address).resolve()
+        if target.is_dir():  # Files become downloads; there is nothing for folders.
+            return words
+        return f"[{words}]({os.path.relpath(pages.get(target, target), DOCS)}{anchor})"
+
+    if name in OUTSIDE:
+        text[0] = page.read_text(encoding="utf-8") + text[0]
+    text[0] = LINK.sub(link, text[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Register what is no setting."""
+    app.connect("source-read", read_page)

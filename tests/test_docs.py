@@ -20,7 +20,7 @@ from real import llama_cpp
 
 import infini_model
 from flows.cli import app
-from flows.options import read
+from flows.cli.options import read
 from flows.presets import preset_names
 from infini_model.config import Config, load_config
 from infini_model.config.explaining import all_keys, reference

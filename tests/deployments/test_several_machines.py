@@ -23,7 +23,7 @@ import yaml
 from commands import PATIENCE, Environment, Running, infini, run
 
 from flows.cli import app
-from flows.options import read
+from flows.cli.options import read
 from flows.presets import configure
 from infini_model.config import Config
 from infini_model.training.memory_estimate import GIB, Machine, Need

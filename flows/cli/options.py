@@ -1,4 +1,4 @@
-"""The options that the `infini` commands share, and the overrides that they stand for.
+"""The options that the `infini` commands share, and the settings that they mean.
 
 An option is a short name for a key of the configuration tree; all other keys are set by dotted
 overrides such as `training.learning_rate=3e-4`.
@@ -18,7 +18,7 @@ import typer
 
 from flows.presets import DEFAULT_PRESET, Invocation
 from flows.sweep import values_of
-from infini_model.config import Config, merge, merge_typed, nested, parse_override
+from infini_model.config import Config, load_config, merge, merge_typed, nested, parse_override
 from infini_model.config.explaining import NAMES, meant_by
 from infini_model.config.locations import expanded, is_url
 from infini_model.runtime.errors import ConfigError, UserError
@@ -187,6 +187,17 @@ DATASET_OR_SETTINGS = typer.Argument(
     help="Name, folder or address of a dataset (default: the newest), and any settings.",
 )
 ARGUMENTS = {"compare": RUNS_OR_SETTINGS, "show": DATASET_OR_SETTINGS}
+OutputDir = Annotated[str | None, typer.Option(help=OPTIONS["output_dir"].help)]
+DataDir = Annotated[
+    str | None,
+    typer.Option(
+        "--data-dir", "-d", help="Folder or address of datasets (default: in the output folder)."
+    ),
+]
+RunOrNewest = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="Name or folder of a run (default: the newest)."),
+]
 # Of a `typer.Typer`: an option may be written with underscores, as in the guides.
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
@@ -347,3 +358,10 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options
+
+
+def config_at(output_dir: str | None, data_dir: str | None = None) -> Config:
+    """Return the defaults, but for the output folder and the folder of datasets, if given."""
+    given = {"output_dir": output_dir, "data_dir": data_dir}
+    places = {key: folder for key, folder in given.items() if folder is not None}
+    return load_config(overrides=[{"run": places}])

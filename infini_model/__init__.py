@@ -16,29 +16,17 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infini_model.config import load_config
-    from infini_model.data.loading.gpu import get_gpu_train_dataloader, gpu_clm_process
-    from infini_model.data.tokenizers.load import load_tokenizer
-    from infini_model.model.attention import infini_attention
-    from infini_model.model.generate import generate
-    from infini_model.model.llama import InfiniLlama
-    from infini_model.model.memory import Memory
-    from infini_model.objectives.causal import GPUDataCollatorForCLM
-    from infini_model.serving.model import Conversation, Model
-
-__all__ = [
-    "Conversation",
-    "GPUDataCollatorForCLM",
-    "InfiniLlama",
-    "Memory",
-    "Model",
-    "generate",
-    "get_gpu_train_dataloader",
-    "gpu_clm_process",
-    "infini_attention",
-    "load_config",
-    "load_tokenizer",
-]
+    from infini_model.config import load_config as load_config
+    from infini_model.data.loading.gpu import get_gpu_train_dataloader as get_gpu_train_dataloader
+    from infini_model.data.loading.gpu import gpu_clm_process as gpu_clm_process
+    from infini_model.data.tokenizers.load import load_tokenizer as load_tokenizer
+    from infini_model.model.attention import infini_attention as infini_attention
+    from infini_model.model.generate import generate as generate
+    from infini_model.model.llama import InfiniLlama as InfiniLlama
+    from infini_model.model.memory import Memory as Memory
+    from infini_model.objectives.causal import GPUDataCollatorForCLM as GPUDataCollatorForCLM
+    from infini_model.serving.model import Conversation as Conversation
+    from infini_model.serving.model import Model as Model
 
 _MODULES = {
     "Conversation": "serving.model",
@@ -53,6 +41,7 @@ _MODULES = {
     "load_config": "config",
     "load_tokenizer": "data.tokenizers.load",
 }
+__all__ = [*_MODULES]
 
 for _variable, _value in {
     "DO_NOT_TRACK": "true",

@@ -18,32 +18,20 @@ from typer._click.exceptions import NoSuchOption
 from typer.core import TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
-from flows.cli import machine, models, runs, training
+from flows.cli.machine import deploy, doctor, serve, settings
+from flows.cli.models import api, chat, export, generate
 from flows.cli.options import UNDERSCORES, unknown
+from flows.cli.runs import branch, cancel, clean, logs, resume, runs, verify
+from flows.cli.training import compare, evaluate, preprocess, run, show, train
 from infini_model.runtime.errors import StageError, UserError, describe_error
 
 # The commands, in the order of `infini --help`, by what they are for.
 PARTS = {
-    "Train": (
-        training.run,
-        training.preprocess,
-        training.show,
-        training.train,
-        training.evaluate,
-        training.compare,
-    ),
-    "Use a model": (models.generate, models.chat, models.api, models.export),
-    "Runs and datasets": (
-        runs.runs,
-        runs.resume,
-        runs.branch,
-        runs.cancel,
-        runs.logs,
-        runs.verify,
-        runs.clean,
-    ),
-    "Servers": (machine.serve, machine.deploy),
-    "Settings and checks": (machine.settings, machine.doctor),
+    "Train": (run, preprocess, show, train, evaluate, compare),
+    "Use a model": (generate, chat, api, export),
+    "Runs and datasets": (runs, resume, branch, cancel, logs, verify, clean),
+    "Servers": (serve, deploy),
+    "Settings and checks": (settings, doctor),
 }
 
 

@@ -12,7 +12,6 @@ import typer
 from flows import runs
 from flows.cli.options import OutputDir, RunOrNewest, config_at, configured
 from flows.presets import Invocation
-from infini_model.config import load_config
 from infini_model.config.locations import expanded
 from infini_model.runtime.errors import UserError
 from infini_model.runtime.runs import latest_run
@@ -127,8 +126,7 @@ def api(
     A conversation costs the same however long it is. Ctrl-C ends it.
     """
     name, overrides = runs.split_run(arguments or [])
-    places = {} if output_dir is None else {"output_dir": output_dir}
-    config = load_config(overrides=[{"run": places}, *overrides])
+    config = config_at(output_dir, overrides=overrides)
     folder = runs.find_run_folder(config.run, name)
 
     from flows.serving.api import serve_model

@@ -360,8 +360,13 @@ def configured(command: Callable[Concatenate[Invocation, P], R]) -> Callable[...
     return with_options
 
 
-def config_at(output_dir: str | None, data_dir: str | None = None) -> Config:
-    """Return the defaults, but for the output folder and the folder of datasets, if given."""
+def config_at(
+    output_dir: str | None, data_dir: str | None = None, overrides: Iterable[str] = ()
+) -> Config:
+    """Return the defaults, but for the output folder, the folder of datasets and `overrides`.
+
+    Raises `ConfigError` in one line.
+    """
     given = {"output_dir": output_dir, "data_dir": data_dir}
     places = {key: folder for key, folder in given.items() if folder is not None}
-    return load_config(overrides=[{"run": places}])
+    return load_config(overrides=[{"run": places}, *overrides])

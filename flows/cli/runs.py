@@ -10,8 +10,7 @@ import typer
 
 from flows import runs as existing
 from flows.cli.options import ANY_SETTINGS, DataDir, OutputDir, RunOrNewest, config_at
-from flows.cli.training import show_report
-from flows.terminal import run_flow
+from flows.cli.training import run_flow, show_report
 
 
 def runs(

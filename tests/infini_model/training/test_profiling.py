@@ -32,10 +32,11 @@ def test_the_steps_that_are_named_are_traced_and_the_training_is_the_same(
 
     title, _, heads, *table = operators(tmp_path / "profiled")
     assert title == "Steps 6 to 7, rank 0"
-    # Which operators are the dearest is up to the machine.
+    # Which operators are the dearest is up to the machine; long names are cut.
     assert heads.rstrip().endswith("# of Calls")
     rows = [row.split() for row in table if row.startswith((" ", "aten::"))]
     calls = {row[0]: int(row[-1]) for row in rows if row and row[0].startswith("aten::")}
+    calls = {name: count for name, count in calls.items() if not name.endswith("...")}
     assert calls
     assert [path.name for path in profile_files(tmp_path / "profiled")] == [
         "operators.txt",

@@ -29,16 +29,16 @@ napoleon_use_ivar = True
 
 
 def read_page(_app: Sphinx, name: str, text: list[str]) -> None:
-    """Take a page of the repository for one of the site, and make its links those of the site."""
+    """Put README.md and CONTRIBUTING.md where the site has them, and make all links fit it."""
     page = OUTSIDE.get(name, DOCS / name)
-    pages = {outside: DOCS / f"{name}.md" for name, outside in OUTSIDE.items()}
+    moved = {outside: DOCS / f"{inside}.md" for inside, outside in OUTSIDE.items()}
 
     def link(found: re.Match[str]) -> str:
         words, address, anchor = found.groups(default="")
         target = (page.parent / address).resolve()
-        if target.is_dir():  # Files become downloads; there is nothing for folders.
+        if target.is_dir():  # A file becomes a download; of a folder only the name is left.
             return words
-        return f"[{words}]({os.path.relpath(pages.get(target, target), DOCS)}{anchor})"
+        return f"[{words}]({os.path.relpath(moved.get(target, target), DOCS)}{anchor})"
 
     if name in OUTSIDE:
         text[0] = page.read_text(encoding="utf-8") + text[0]
@@ -46,5 +46,5 @@ def read_page(_app: Sphinx, name: str, text: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register what is no setting."""
+    """Connect `read_page`."""
     app.connect("source-read", read_page)

@@ -10,8 +10,6 @@ import typer
 
 from flows.cli.options import OutputDir, config_at, configured
 from flows.presets import Invocation
-from flows.serving import serve as serving
-from flows.serving.connection import prefect_api
 from infini_model.config import Config
 from infini_model.runtime.errors import UserError
 
@@ -44,6 +42,8 @@ def serve(
 
     They end with Ctrl-C.
     """
+    from flows.serving import serve as serving
+
     serving.serve(asked.config, port=port, mlflow_port=mlflow_port, auth=auth, database=database)
 
 
@@ -57,6 +57,8 @@ def deploy(
 
     With them, the work pool and automations.
     """
+    from flows.serving.connection import prefect_api
+
     with prefect_api(config_at(output_dir)) as wait_until_up:
         from flows.serving import deploy as deployment
 

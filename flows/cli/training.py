@@ -13,7 +13,6 @@ import typer
 from flows.cli.options import configured
 from flows.presets import Invocation
 from flows.runs import named_runs
-from flows.serving.connection import prefect_api
 
 
 def run_flow(name: str, asked: Invocation) -> Any:
@@ -22,6 +21,7 @@ def run_flow(name: str, asked: Invocation) -> Any:
     Raises what the flow raises, `typer.Exit` if it was ended from the Prefect UI, and, before
     anything slow is imported, `DeviceError` as `choose_gpus` does; Ray chooses those of a training.
     """
+    from flows.serving.connection import prefect_api
     from infini_model.training.launch.devices import choose_gpus
 
     config = asked.config

@@ -55,7 +55,7 @@ def test_the_command_line_is_read_without_any_large_library(alone: Environment) 
     large = {"torch", "prefect", "mlflow", "pyarrow", "numpy", "obstore"}
     # Prefect reads the address of its server when it is imported.
     code = f"import sys, flows.cli\nprint(sorted({large} & sys.modules.keys()))"
-    code += "\nimport flows.dataset_commands"
+    code += "\nimport flows.dataset_commands, flows.serving.serve"
     done = run([sys.executable, "-c", f"{code}\nprint('prefect' in sys.modules)"], alone)
     assert done.stdout == "[]\nFalse\n", done.stdout + done.stderr
 

@@ -19,7 +19,6 @@ from typing import Any
 from uuid import UUID
 
 from flows.presets import Invocation
-from flows.serving.connection import use_server
 from flows.sweep import runs_of
 from infini_model.config import load_config, merge, merge_typed, parse_override
 from infini_model.config.locations import expanded
@@ -234,6 +233,8 @@ def cancel(run_dir: Path, store: str | None = None) -> str:
 
 def _cancel_flow_run(run_dir: Path, holder: Holder) -> bool:
     """Set the flow run to Cancelling if it belongs to a deployment and its server answers."""
+    from flows.serving.connection import use_server
+
     config = load_config(overrides=[{"run": {"output_dir": str(run_dir.parent.parent)}}])
     if holder.flow_run is None or use_server(config) is None:
         return False

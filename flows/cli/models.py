@@ -194,7 +194,7 @@ def export(
     if (to is None) == (push is None):
         raise UserError("give either --to or --push")
     if push is None and (private or license_id):
-        raise UserError("--license and --private: are of --push")
+        raise UserError("--license and --private: only apply to --push")
     if push is not None and license_id is None:
         if not sys.stdin.isatty():
             raise UserError("--push: needs a --license, such as apache-2.0")

@@ -229,7 +229,7 @@ def test_the_help_lists_what_the_command_uses(command: str, listed: str) -> None
 def test_the_help_lists_every_command_in_its_part_and_shells_complete_them() -> None:
     told = CliRunner().invoke(app, ["--help"]).stdout.partition("Train:")[2]
     listed = re.findall(r"^  (\w+)  ", told, re.MULTILINE)
-    assert set(listed) == {path.__name__ for part in PARTS.values() for path in part}
+    assert listed == [command.__name__ for part in PARTS.values() for command in part]
     typed = {"COMP_WORDS": "infini export --for", "COMP_CWORD": "2"}
     env = {**os.environ, **typed, "_INFINI_COMPLETE": "complete_bash"}
     program = Path(sys.executable).with_name("infini")

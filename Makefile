@@ -69,7 +69,7 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# A warning, such as of a link that leads nowhere, is an error.
+# A warning, such as that of a broken link, is an error.
 docs: install
 	$(BIN)/sphinx-build -M html docs site --fail-on-warning --keep-going --quiet
 	@echo "site/html/index.html"

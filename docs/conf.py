@@ -1,4 +1,4 @@
-"""The documentation as a site: Sphinx's settings, for the pages that are read in the repository."""
+"""Sphinx's settings, by which the pages that are read in the repository become a site."""
 
 import os
 import re
@@ -20,7 +20,7 @@ html_show_copyright = html_show_sourcelink = False
 highlight_language = "none"
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # a test runs it, and the outputs are in it
-default_role = "code"  # docstrings have `names`, as Markdown
+default_role = "code"  # docstrings quote names in single backticks
 autoclass_content = "both"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
